@@ -1,0 +1,26 @@
+"""What every test shares: bounded threads, hypothesis settings, the model cache.
+
+Holds no fixture that only one part needs.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+from hypothesis import settings
+
+# Before torch or numpy start their pools; the processes that tests start inherit it.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+settings.register_profile("repository", deadline=None, max_examples=50, print_blob=True)
+settings.load_profile("repository")
+
+
+@pytest.fixture(scope="session")
+def cache_dir() -> Path:
+    """The git-ignored folder in which models are built once and kept, `.cache/` at the root of the repository."""
+    path = Path(__file__).parents[1] / ".cache"
+    path.mkdir(exist_ok=True)
+    return path

@@ -1,0 +1,154 @@
+"""Settings: what is accepted, from where, and how a wrong one is reported."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import yaml
+
+from vllm_delta_sync import config
+from vllm_delta_sync.errors import ConfigError
+
+CONFIGS = Path(__file__).parents[3] / "configs"
+STORE = {"store": "file:///mnt/bucket"}
+
+
+def _refused(settings: object) -> str:
+    with pytest.raises(ConfigError) as caught:
+        config.parse(settings, "here.yaml")
+    assert str(caught.value).startswith("here.yaml: ")
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("path", sorted(CONFIGS.iterdir()), ids=lambda path: path.name)
+def test_every_shipped_config_loads_as_vllm_would_hand_it_over(path: Path) -> None:
+    options = yaml.safe_load(path.read_text())
+    assert options["worker-extension-cls"] == "vllm_delta_sync.WorkerExtension"
+    assert config.load(options["additional-config"], environ={}).store.uri.startswith("file:///")
+
+
+def test_the_complete_example_shows_every_setting_at_its_default() -> None:
+    shown = yaml.safe_load((CONFIGS / "serve.yaml").read_text())["additional-config"]["delta_sync"]
+    assert set(shown) == set(config.DeltaSyncConfig.model_fields)
+    assert config.parse(shown, "serve.yaml") == config.parse({"store": shown["store"]}, "defaults")
+
+
+def test_every_setting_has_a_docstring() -> None:
+    for model in (config.DeltaSyncConfig, config.FileStoreConfig):
+        assert [name for name, field in model.model_fields.items() if not field.description] == []
+
+
+def test_a_store_uri_is_the_same_as_its_mapping() -> None:
+    by_uri = config.parse(STORE, "a")
+    assert by_uri == config.parse({"store": {"kind": "file", "path": "/mnt/bucket"}}, "b")
+    assert by_uri.store.uri == "file:///mnt/bucket"
+
+
+@pytest.mark.parametrize(
+    ("uri", "advice"),
+    [
+        ("/mnt/bucket", "write file:///mnt/bucket"),
+        ("file://mnt/bucket", "file:///mnt/bucket"),
+        ("ftp://host/bucket", "file://"),
+    ],
+)
+def test_a_store_that_is_no_file_uri_is_refused_with_advice(uri: str, advice: str) -> None:
+    message = _refused({"store": uri})
+    assert uri in message and advice in message
+
+
+def test_a_relative_path_is_refused() -> None:
+    assert "store.path" in _refused({"store": {"path": "bucket"}})
+
+
+def test_an_unknown_key_is_refused_and_the_nearest_key_named() -> None:
+    message = _refused({**STORE, "pol_interval": 3})
+    assert "'pol_interval' (value 3)" in message and "did you mean 'poll_interval_s'?" in message
+
+
+def test_an_unknown_key_of_the_store_is_refused_and_the_nearest_key_named() -> None:
+    message = _refused({"store": {"kind": "file", "paht": "/x", "path": "/x"}})
+    assert "'store.paht'" in message and "did you mean 'path'?" in message
+
+
+def test_a_wrong_choice_is_refused_and_the_nearest_choice_named() -> None:
+    message = _refused({**STORE, "kv_cache": "reset-prefix"})
+    assert "kv_cache: 'reset-prefix'" in message and "did you mean 'reset_prefix'?" in message
+
+
+def test_a_wrong_store_kind_is_refused_with_the_kinds_that_exist() -> None:
+    assert "store.kind: 's3' is not one of file" in _refused({"store": {"kind": "s3", "path": "/x"}})
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("poll_interval_s", 0.01),
+        ("poll_interval_s", "fast"),
+        ("poll_interval_s", float("nan")),
+        ("commit_timeout_s", 0),
+        ("catch_up_timeout_s", float("inf")),
+        ("threads", 0),
+        ("threads", True),
+        ("audit_every", -1),
+        ("run", "../../etc"),
+        ("run", "ABCDEF0123456789ABCDEF0123456789"),
+    ],
+)
+def test_a_value_out_of_range_is_refused_by_key_and_value(key: str, value: object) -> None:
+    assert f"{key}: {value!r}" in _refused({**STORE, key: value})
+
+
+def test_all_wrong_settings_are_reported_at_once() -> None:
+    message = _refused({**STORE, "threads": 0, "audit_every": -1})
+    assert "threads" in message and "audit_every" in message
+
+
+def test_a_missing_store_is_refused_with_an_example() -> None:
+    assert "'store' is missing" in _refused({"threads": 2})
+
+
+@pytest.mark.parametrize("settings", [None, [], "file:///mnt/bucket", 3])
+def test_settings_that_are_no_mapping_are_refused_with_an_example(settings: object) -> None:
+    assert "additional-config:" in _refused(settings)
+
+
+def test_a_config_cannot_be_changed() -> None:
+    settings = config.parse(STORE, "a")
+    with pytest.raises(ValueError, match="frozen"):
+        settings.threads = 4  # type: ignore[misc]
+
+
+@pytest.mark.parametrize("text", ["delta_sync:\n  store: file:///b\n  threads: 3\n", "store: file:///b\nthreads: 3\n"])
+def test_the_environment_may_name_a_file_with_or_without_the_section(tmp_path: Path, text: str) -> None:
+    file = tmp_path / "sync.yaml"
+    file.write_text(text)
+    assert config.load({}, environ={config.CONFIG_ENV: str(file)}).threads == 3
+
+
+def test_an_error_in_a_file_names_the_file(tmp_path: Path) -> None:
+    file = tmp_path / "sync.yaml"
+    file.write_text("store: file:///b\nthread: 3\n")
+    with pytest.raises(ConfigError, match=r"sync\.yaml: unknown key 'thread'.*did you mean 'threads'"):
+        config.load(None, environ={config.CONFIG_ENV: str(file)})
+
+
+def test_a_file_that_is_missing_or_no_yaml_is_refused_by_name(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"absent\.yaml: cannot be read"):
+        config.load_file(tmp_path / "absent.yaml")
+    (tmp_path / "bad.yaml").write_text("store: [")
+    with pytest.raises(ConfigError, match=r"bad\.yaml: is not YAML"):
+        config.load_file(tmp_path / "bad.yaml")
+
+
+def test_settings_given_twice_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="given twice"):
+        config.load({"delta_sync": STORE}, environ={config.CONFIG_ENV: str(tmp_path / "sync.yaml")})
+
+
+@pytest.mark.parametrize("additional_config", [None, {}, {"other_plugin": {}}, object()])
+def test_no_settings_at_all_are_refused_with_what_to_write(additional_config: object) -> None:
+    with pytest.raises(ConfigError, match="additional-config:") as caught:
+        config.load(additional_config, environ={})
+    assert config.CONFIG_ENV in str(caught.value)
