@@ -1,0 +1,37 @@
+"""What a block's lengths may be, for each codec of the closed registry, as vectorised rules.
+
+Does not decode. A reader checks these before it allocates anything for a block.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+DENSE, GAP, GAP_ABS = 0, 1, 2
+NAMES = {DENSE: "dense", GAP: "gap", GAP_ABS: "gap-abs"}
+
+Column = npt.NDArray[Any]
+
+
+def violations(
+    codec: Column, count: Column, changed: Column, width: Column, half: Column, length: Column, raw: Column
+) -> Iterator[tuple[npt.NDArray[np.bool_], str]]:
+    """(rows that break a rule, the rule), one rule after the other; all columns int64 [B], length and raw [B, 2]."""
+    dense, gap, gap_abs = (codec == code for code in (DENSE, GAP, GAP_ABS))
+    index, value = raw[:, 0], raw[:, 1]
+    size = count * width
+    yield ~(dense | gap | gap_abs), f"its codec is not one of {', '.join(f'{c} {n}' for c, n in NAMES.items())}"
+    yield gap & ~half, "codec gap is for BF16 and F16 only"
+    yield dense & ((index != 0) | (length[:, 0] != 0)), "a dense block has no index stream"
+    yield dense & ((value != size) | (length[:, 1] != size)), "a dense block holds its count of elements, raw"
+    sparse = ~dense
+    # Each gap takes one byte and one more per 255 positions it skips, and all gaps together skip less than `count`.
+    yield sparse & ((index < changed) | (index > changed + count // 255 + 1)), "its index stream cannot be that long"
+    yield gap & ((value < changed) | (value > 3 * changed)), "its steps take one or three bytes each"
+    yield gap_abs & (value != changed * width), "its values take one element's bytes each"
+    yield sparse & (length < 1).any(axis=1), "it lacks a stream"
+    yield sparse & (length.sum(axis=1) > size), "it is larger than its dense copy"

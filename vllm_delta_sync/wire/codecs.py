@@ -1,0 +1,151 @@
+"""The closed registry of codecs: encoding the changes of a block as the smallest of them, and decoding hostile blocks.
+
+Does not apply changes: `gap` needs old values, which only the caller has.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from vllm_delta_sync import native
+from vllm_delta_sync.errors import DigestMismatch, MalformedObject
+from vllm_delta_sync.wire import dtypes, frames
+from vllm_delta_sync.wire.codec_rules import DENSE, GAP, GAP_ABS
+from vllm_delta_sync.wire.frames import Buffer
+from vllm_delta_sync.wire.table import Block
+from vllm_delta_sync.wire.tensors import TensorSpec
+
+DIGEST_BYTES = 16
+
+Bits = npt.NDArray[Any]  # unsigned integers of a dtype's width
+
+
+@dataclass(frozen=True, slots=True)
+class EncodedBlock:
+    """A block ready for a shard. `index` and `value` are its stored streams, `raw` their raw sizes in bytes."""
+
+    codec: int
+    changed: int
+    index: bytes
+    value: bytes
+    raw: tuple[int, int]
+
+    @property
+    def stored(self) -> int:
+        """Bytes of the block in its shard."""
+        return len(self.index) + len(self.value)
+
+    def digest(self) -> bytes:
+        """BLAKE2b-128 of the stored bytes."""
+        return _digest(self.index, self.value)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class DecodedBlock:
+    """Changes of a block: positions u32[n], ascending from its start; then steps u16[n] (gap) or values uW[n]."""
+
+    codec: int
+    positions: npt.NDArray[np.uint32]
+    steps: npt.NDArray[np.uint16] | None
+    values: Bits | None
+
+    def new_bits(self, old: Bits) -> Bits:
+        """The new bits uW[n] of the elements at `positions`, of which `old` uW[n] are the bits before this version."""
+        if self.steps is not None:
+            return native.apply_steps(old, self.steps)
+        assert self.values is not None, "a block decodes to steps or to values"
+        return self.values
+
+
+def _digest(*parts: Buffer) -> bytes:
+    digest = hashlib.blake2b(digest_size=DIGEST_BYTES)
+    for part in parts:
+        digest.update(part)
+    return digest.digest()
+
+
+def encode_block(spec: TensorSpec, changes: native.Changes, start: int, count: int, current: Bits) -> EncodedBlock:
+    """Encode the changes in elements start … start+count−1 of a tensor as the smallest of gap, gap-abs and dense.
+
+    Args:
+        changes: positions u32[n] relative to `start`, ascending, n ≥ 1, with old and new bits uW[n], all different.
+        current: the new bits uW[count] of the whole block, for the dense codec.
+    """
+    changed, width = len(changes.positions), spec.width
+    assert 1 <= changed <= count and len(current) == count, f"{spec.name} [{start}, +{count}): {changed} changes"
+    size = count * width
+    best = (_gap(spec, changes) if dtypes.by_name(spec.dtype).half else None) or _gap_abs(changes, width)
+    if best.stored < size:
+        return best
+    return EncodedBlock(DENSE, changed, b"", np.ascontiguousarray(current).tobytes(), (0, size))
+
+
+def _gap(spec: TensorSpec, changes: native.Changes) -> EncodedBlock:
+    index, value = native.encode_gaps(changes.positions), native.encode_steps(changes.old, changes.new)
+    steps = EncodedBlock(GAP, len(changes.positions), _pack(index), _pack(value), (index.size, value.size))
+    # Steps of RL updates take a few bits each. Only where they take more than a byte can whole values be the smaller.
+    if len(steps.value) <= steps.changed:
+        return steps
+    planes = _planes(changes.new, spec.width)
+    packed = _pack(planes)
+    if len(packed) >= len(steps.value):
+        return steps
+    return EncodedBlock(GAP_ABS, steps.changed, steps.index, packed, (index.size, planes.size))
+
+
+def _gap_abs(changes: native.Changes, width: int) -> EncodedBlock:
+    index, planes = native.encode_gaps(changes.positions), _planes(changes.new, width)
+    return EncodedBlock(GAP_ABS, len(changes.positions), _pack(index), _pack(planes), (index.size, planes.size))
+
+
+def _pack(raw: npt.NDArray[np.uint8]) -> bytes:
+    return frames.compress(raw.data)
+
+
+def _planes(values: Bits, width: int) -> npt.NDArray[np.uint8]:
+    little = np.ascontiguousarray(values, f"<u{width}")
+    return np.ascontiguousarray(little.view(np.uint8).reshape(-1, width).T).reshape(-1)
+
+
+def check_digest(block: Block, payload: Buffer) -> None:
+    """Raise DigestMismatch unless `payload` has the size and digest that the table states for the block."""
+    if len(payload) != block.stored or _digest(payload) != block.digest:
+        raise DigestMismatch(
+            f"block {block}: {len(payload)} bytes that are not the {block.stored} whose digest the table states; "
+            "the shard was damaged after it was written"
+        )
+
+
+def decode_block(block: Block, payload: Buffer) -> DecodedBlock:
+    """Verify and decode the stored bytes of a block whose row passed the rules of `VersionTable.from_bytes`.
+
+    Returns:
+        positions u32[n] below `block.count` (dense: 0 … count−1) with steps u16[n] or values uW[n].
+
+    Raises:
+        DigestMismatch: the bytes are not those the table states.
+        MalformedObject: a stream breaks docs/protocol.md.
+    """
+    check_digest(block, payload)
+    view = memoryview(payload)
+    index, value = view[: block.length[0]], view[block.length[0] :]
+    bits = dtypes.by_name(block.spec.dtype).bits
+    if block.codec == DENSE:
+        return DecodedBlock(DENSE, np.arange(block.count, dtype=np.uint32), None, np.frombuffer(value, bits))
+    # The caps were checked against `changed` and `count` with the table, so neither stream can ask for more than these.
+    gaps = frames.decompress(index, block.raw[0], f"block {block}, index stream")
+    raw = np.frombuffer(frames.decompress(value, block.raw[1], f"block {block}, value stream"), np.uint8)
+    try:
+        positions = native.decode_gaps(np.frombuffer(gaps, np.uint8), block.changed, block.count)
+        if block.codec == GAP:
+            return DecodedBlock(GAP, positions, native.decode_steps(raw, block.changed), None)
+    except MalformedObject as error:
+        raise MalformedObject(f"block {block}: {error}") from None
+    planes = raw.reshape(block.spec.width, block.changed)
+    values = np.ascontiguousarray(planes.T).reshape(-1).view(bits)
+    return DecodedBlock(GAP_ABS, positions, None, values)

@@ -1,0 +1,112 @@
+"""The safetensors container: parsing hostile headers within caps, and laying out new ones.
+
+Does not hold or convert elements: a tensor is a byte range of the file.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from vllm_delta_sync.errors import MalformedObject
+from vllm_delta_sync.wire import canonical_json, dtypes
+from vllm_delta_sync.wire.tensors import TensorSpec
+
+MAX_HEADER_BYTES = 100_000_000  # the safetensors library's own cap
+PREFIX_BYTES = 8
+_WIDE = {"U16": 2, "U32": 4, "U64": 8}  # element types of table columns, which no published tensor may have
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """One tensor in a file. `start` and `end` are byte offsets from the beginning of the file."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    start: int
+    end: int
+
+
+@dataclass(frozen=True, slots=True)
+class Header:
+    """A parsed header. `data_start` is the byte offset in the file where the data begins."""
+
+    entries: dict[str, Entry]
+    metadata: dict[str, str]
+    data_start: int
+
+
+def header_length(prefix: bytes, what: str) -> int:
+    """Bytes of the JSON header, from a file's first 8 bytes; raises MalformedObject."""
+    if len(prefix) < PREFIX_BYTES:
+        raise MalformedObject(f"{what}: {len(prefix)} bytes is too short for a safetensors file")
+    (length,) = struct.unpack("<Q", prefix[:PREFIX_BYTES])
+    if not 2 <= length <= MAX_HEADER_BYTES:
+        raise MalformedObject(f"{what}: a safetensors header of {length} bytes, 2 to {MAX_HEADER_BYTES} are allowed")
+    return int(length)
+
+
+def parse_header(prefix: bytes, text: bytes, size: int, what: str) -> Header:
+    """Check a safetensors header against the file's size; the tensors must fill the data exactly, without overlap.
+
+    Args:
+        prefix: the file's first 8 bytes.
+        text: the JSON header, as many bytes as `header_length(prefix)`.
+        size: size of the whole file in bytes.
+        what: names the file in errors (MalformedObject).
+    """
+    length = header_length(prefix, what)
+    if len(text) != length:
+        raise MalformedObject(f"{what}: truncated inside the safetensors header")
+    fields = canonical_json.parse(text, what, max_bytes=MAX_HEADER_BYTES)
+    metadata = fields.pop("__metadata__", {})
+    if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
+        raise MalformedObject(f"{what}: __metadata__ must map strings to strings")
+    data_start = PREFIX_BYTES + length
+    entries = {name: _entry(name, value, data_start, what) for name, value in fields.items()}
+    end = data_start
+    for name, entry in sorted(entries.items(), key=lambda item: (item[1].start, item[1].end)):
+        if entry.start != end:
+            raise MalformedObject(f"{what}: the data of {name!r} begins at byte {entry.start} where {end} is expected")
+        end = entry.end
+    if end != size:
+        raise MalformedObject(f"{what}: {size} bytes, but its header describes {end}; truncated or padded")
+    return Header(entries, metadata, data_start)
+
+
+def _entry(name: str, value: object, data_start: int, what: str) -> Entry:
+    where = f"{what}: tensor {name[:80]!r}"
+    if not isinstance(value, dict) or set(value) != {"dtype", "shape", "data_offsets"}:
+        raise MalformedObject(f"{where} must have exactly dtype, shape and data_offsets")
+    dtype, shape, offsets = value["dtype"], value["shape"], value["data_offsets"]
+    if not (isinstance(dtype, str) and isinstance(shape, list) and isinstance(offsets, list) and len(offsets) == 2):
+        raise MalformedObject(f"{where} has a field of the wrong type")
+    width = _WIDE.get(dtype) or dtypes.by_name(dtype).width
+    # A spec of bytes checks name, rank, sizes and the product; the width joins as one more dimension.
+    nbytes = TensorSpec(name, "U8", (*shape, width)).nbytes
+    if any(type(offset) is not int or offset < 0 for offset in offsets) or offsets[1] - offsets[0] != nbytes:
+        raise MalformedObject(f"{where}: data_offsets {offsets} do not span its {nbytes} bytes")
+    return Entry(dtype, tuple(shape), data_start + offsets[0], data_start + offsets[1])
+
+
+def parse_file(data: memoryview | bytes, what: str) -> Header:
+    """Check the header of a whole file in memory (or mapped); raises MalformedObject."""
+    prefix = bytes(data[:PREFIX_BYTES])
+    end = PREFIX_BYTES + header_length(prefix, what)
+    return parse_header(prefix, bytes(data[PREFIX_BYTES:end]), len(data), what)
+
+
+def layout(tensors: Sequence[tuple[str, str, tuple[int, ...]]], metadata: dict[str, str]) -> bytes:
+    """The bytes before the data of a file that holds these (name, dtype, shape) in this order; a multiple of 8 long."""
+    fields: dict[str, object] = {"__metadata__": metadata} if metadata else {}
+    offset = 0
+    for name, dtype, shape in tensors:
+        size = _WIDE.get(dtype) or dtypes.by_name(dtype).width
+        for n in shape:
+            size *= n
+        fields[name] = {"dtype": dtype, "shape": list(shape), "data_offsets": [offset, offset + size]}
+        offset += size
+    text = canonical_json.dump(fields)
+    text += b" " * (-len(text) % 8)
+    return struct.pack("<Q", len(text)) + text
