@@ -5,29 +5,19 @@ Does not fetch what they refer to.
 
 from __future__ import annotations
 
-import re
 from typing import Annotated, Literal, Self, TypeVar
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, FiniteFloat, ValidationError, model_validator
 
 from vllm_delta_sync.errors import MalformedObject
 from vllm_delta_sync.wire import canonical_json, shard, table
+from vllm_delta_sync.wire.keys import check_key
 
 FORMAT = shard.FORMAT
 MAX_SHARDS = 4096
 MAX_METADATA_BYTES = 16 << 10
 MAX_VERSION = 10**18
 MAX_TABLE_BYTES = table.MAX_RAW_BYTES + (1 << 20)  # zstd never grows a table by more
-
-_KEY = re.compile(r"[A-Za-z0-9._/-]{1,512}")
-
-
-def check_key(key: str) -> str:
-    """Return a key that is relative, of allowed characters and plain segments; ValueError for any other."""
-    if not _KEY.fullmatch(key) or any(segment in ("", ".", "..") for segment in key.split("/")):
-        raise ValueError(f"{key[:80]!r} is not a relative key of segments of A-Z a-z 0-9 . _ -")
-    return key
-
 
 Key = Annotated[str, AfterValidator(check_key)]
 Sha256 = Annotated[str, Field(pattern=r"^[0-9a-f]{64}\z")]
