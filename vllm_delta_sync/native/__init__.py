@@ -1,36 +1,62 @@
-"""The hot loops on numpy buffers and raw addresses.
+"""The hot loops on numpy buffers and raw addresses: the C library when it loads, else the same in numpy.
 
-Does not import torch, vLLM or anything above it.
+Does not import torch, vLLM or anything above it. Both implementations give the same bits.
 """
 
 from __future__ import annotations
 
-from vllm_delta_sync.native.portable import (
-    apply_steps,
-    decode_gaps,
-    decode_steps,
-    diff,
-    encode_gaps,
-    encode_steps,
-    gather,
-    hash_changes,
-    hash_run,
-    hash_strided,
-    map_positions,
-    read_sum,
-    scatter,
-)
 from vllm_delta_sync.native.types import Changes, Seed
+
+try:
+    from vllm_delta_sync.native.cpu import (
+        INSTRUCTION_SET,
+        PATH,
+        apply_steps,
+        decode_gaps,
+        decode_steps,
+        diff,
+        encode_gaps,
+        encode_steps,
+        gather,
+        hash_changes,
+        hash_run,
+        hash_strided,
+        map_positions,
+        read_sum,
+        scatter,
+    )
+
+    _BACKEND = f"native ({INSTRUCTION_SET})"
+    _REASON = PATH
+except ImportError as error:
+    from vllm_delta_sync.native.portable import (
+        apply_steps,
+        decode_gaps,
+        decode_steps,
+        diff,
+        encode_gaps,
+        encode_steps,
+        gather,
+        hash_changes,
+        hash_run,
+        hash_strided,
+        map_positions,
+        read_sum,
+        scatter,
+    )
+
+    _BACKEND = "portable (numpy)"
+    _REASON = str(error)
 
 
 def backend() -> str:
-    """Which implementation is active, for logs and status."""
-    return "portable (numpy)"
+    """Which implementation is active, for logs and status: "native (avx2)" or "portable (numpy)"."""
+    return _BACKEND
 
 
 def backend_reason() -> str:
-    """Why that one is active."""
-    return "the C library is not built"
+    """The library's path, or why there is none."""
+    return _REASON
 
 
 __all__ = [
