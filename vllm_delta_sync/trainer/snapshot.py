@@ -103,20 +103,20 @@ class Snapshot:
         with other content. After that and any other exception the snapshot is what it was.
         """
         found: list[BlockDelta] = []  # by the workers, who append a block in the moment they have moved it on
+        before: dict[TensorSpec, state_hash.Lanes] = {}
         try:
             with ThreadPoolExecutor(self._threads, "delta-sync-diff") as pool:
                 self._find(weights, found, pool)
+            found.sort(key=lambda block: (block.spec.name.encode(), block.start))
+            before.update((block.spec, self._lanes[block.spec]) for block in found)
+            for block in found:
+                self._lanes[block.spec] = state_hash.add(self._lanes[block.spec], block.lanes)
+            after = {spec: self._lanes[spec] for spec in before}
+            return Delta(tuple(found), before, after, state_hash.state_root(self._lanes))
         except BaseException:
             self._restore(found)
+            self._lanes.update(before)
             raise
-        found.sort(key=lambda block: (block.spec.name.encode(), block.start))
-        before = {block.spec: self._lanes[block.spec] for block in found}
-        after = dict(before)
-        for block in found:
-            after[block.spec] = state_hash.add(after[block.spec], block.lanes)
-        root = state_hash.state_root({**self._lanes, **after})
-        self._lanes.update(after)
-        return Delta(tuple(found), before, after, root)
 
     def _find(
         self, weights: Iterable[tuple[str, torch.Tensor]], found: list[BlockDelta], pool: ThreadPoolExecutor
@@ -149,17 +149,17 @@ class Snapshot:
         try:
             for at, current in _pieces(tensor, spec, start, count):
                 part = native.diff(held[at : at + current.size], current, advance=True)
-                parts.append(part._replace(positions=part.positions + np.uint32(at)))
+                parts.append(part._replace(positions=part.positions + np.uint32(at)) if at else part)
+            changes = parts[0] if len(parts) == 1 else native.Changes(*map(np.concatenate, zip(*parts, strict=True)))
+            changed = changes.positions.size
+            if changed:
+                lanes = native.hash_changes(changes.positions, start, changes.old, changes.new, state_hash.seed(spec))
+                dense = held.copy() if dense_may_win(changed, count, spec.width) else None
+                found.append(BlockDelta(spec, start, count, changes, lanes, dense))
         except BaseException:
             for part in parts:
                 held[part.positions] = part.old
             raise
-        changes = parts[0] if len(parts) == 1 else native.Changes(*map(np.concatenate, zip(*parts, strict=True)))
-        changed = changes.positions.size
-        if changed:
-            lanes = native.hash_changes(changes.positions, start, changes.old, changes.new, state_hash.seed(spec))
-            dense = held.copy() if dense_may_win(changed, count, spec.width) else None
-            found.append(BlockDelta(spec, start, count, changes, lanes, dense))
 
     def _check_same(self, spec: TensorSpec, tensor: torch.Tensor) -> None:
         for start, count in split_blocks(spec):

@@ -1,0 +1,114 @@
+"""The background of a publisher: versions in flight, made durable one after the other by one thread.
+
+Does not know what a version is made of, retries nothing and undoes nothing: after a failure it stands still until
+the versions in flight are taken back by the caller.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Callable
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+
+from vllm_delta_sync.errors import PublishError
+from vllm_delta_sync.trainer.publication import Published
+from vllm_delta_sync.trainer.snapshot import Delta
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class InFlight:
+    """A version that is not durable yet."""
+
+    version: int
+    step: int | None
+    metadata: dict[str, str]
+    delta: Delta
+    outcome: Future[Published] = field(default_factory=Future)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Failure:
+    """Versions that did not become durable, oldest first, and why the oldest did not."""
+
+    versions: tuple[InFlight, ...]
+    error: BaseException
+
+
+class Pipeline:
+    """At most `limit` versions in flight; `write` is called for each in order, in one background thread."""
+
+    def __init__(self, write: Callable[[InFlight], Published], limit: int) -> None:
+        self._write = write
+        self._limit = limit
+        self._changed = threading.Condition()
+        self._versions: deque[InFlight] = deque()
+        self._error: BaseException | None = None
+        self._stopping = False
+        # A daemon: a trainer that dies without close() must not hang. What was in flight is published after a resume.
+        self._thread = threading.Thread(target=self._run, name="delta-sync-publish", daemon=True)
+        self._thread.start()
+
+    def wait_for_room(self) -> None:
+        """Block while `limit` versions are in flight and none has failed."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._error is not None or len(self._versions) < self._limit)
+
+    def wait_until_done(self) -> None:
+        """Block until every version is durable or one has failed."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._error is not None or not self._versions)
+
+    def submit(self, version: InFlight) -> None:
+        """Queue a version behind those in flight. Behind a failed one it fails too."""
+        with self._changed:
+            self._versions.append(version)
+            if self._error is not None:
+                version.outcome.set_exception(_not_durable(version, self._error))
+            self._changed.notify_all()
+
+    def take_failure(self) -> Failure | None:
+        """If a version has failed: it and those behind it, taken out, after which the pipeline goes on; else None."""
+        with self._changed:
+            if self._error is None:
+                return None
+            failure = Failure(tuple(self._versions), self._error)
+            self._versions.clear()
+            self._error = None
+            return failure
+
+    def stop(self) -> None:
+        """End the thread once nothing is in flight, or at once after a failure. Blocks until it has ended."""
+        with self._changed:
+            self._stopping = True
+            self._changed.notify_all()
+        self._thread.join()
+
+    def _run(self) -> None:
+        while (version := self._next()) is not None:
+            try:
+                published = self._write(version)
+            except BaseException as error:  # also a MemoryError: whatever it is, the caller must learn of it
+                with self._changed:
+                    self._error = error
+                    for queued in self._versions:
+                        queued.outcome.set_exception(_not_durable(queued, error))
+                    self._changed.notify_all()
+            else:
+                with self._changed:
+                    self._versions.popleft()
+                    version.outcome.set_result(published)
+                    self._changed.notify_all()
+            del version  # or its symbols would stay in memory until the next one comes
+
+    def _next(self) -> InFlight | None:
+        with self._changed:
+            self._changed.wait_for(lambda: self._stopping or (self._error is None and bool(self._versions)))
+            return self._versions[0] if self._error is None and self._versions else None
+
+
+def _not_durable(version: InFlight, error: BaseException) -> PublishError:
+    failure = PublishError(f"version {version.version} did not become durable: {error}")
+    failure.__cause__ = error
+    return failure
