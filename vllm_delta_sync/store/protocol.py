@@ -25,7 +25,7 @@ class ObjectInfo:
 class Store(Protocol):
     """A flat namespace of immutable-by-convention objects under keys (`wire.keys`); safe to use from several threads.
 
-    Every method raises Unauthorized, RateLimited or Unavailable when the store refuses or fails, and MalformedObject for
+    Every method raises Unauthorized, RateLimited or Unavailable when the store refuses or fails, MalformedObject for
     a key that breaks the rule.
     """
 

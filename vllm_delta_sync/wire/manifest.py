@@ -119,6 +119,11 @@ class LatestPointer(_Wire):
     sha256: Sha256
     version: Version
 
+    @property
+    def ref(self) -> ObjectRef:
+        """The manifest it points to."""
+        return ObjectRef(key=self.manifest, sha256=self.sha256)
+
 
 class Manifest(_Wire):
     """One version: its parent, shards, table and state root. Field by field in docs/protocol.md, *Manifest*."""

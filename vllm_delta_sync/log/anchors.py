@@ -1,0 +1,57 @@
+"""Full checkpoints inside a run: writing their files with digests, and fetching them verified.
+
+Does not read tensors: an anchor is the files of an ordinary Hugging Face checkpoint.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import mmap
+from collections.abc import Sequence
+from pathlib import Path
+
+from vllm_delta_sync.errors import ConfigError, DigestMismatch
+from vllm_delta_sync.log import names
+from vllm_delta_sync.store import Store
+from vllm_delta_sync.wire.keys import check_key
+from vllm_delta_sync.wire.manifest import AnchorFile, AnchorRef
+
+PIECE_BYTES = 64 << 20  # fetched, hashed and written at a time
+
+
+def write(store: Store, version: int, files: Sequence[Path]) -> AnchorRef:
+    """Put the files of a checkpoint under the anchor prefix of a version; raises ConfigError for a name no key allows."""
+    prefix = names.anchor(version)
+    return AnchorRef(prefix=prefix, files=tuple(_write_file(store, f"{prefix}/{path.name}", path) for path in files))
+
+
+def _write_file(store: Store, key: str, path: Path) -> AnchorFile:
+    try:
+        check_key(key)
+    except ValueError as error:
+        raise ConfigError(f"{path} cannot be part of an anchor: {error}; rename it or leave it out") from None
+    with path.open("rb") as file:
+        size = path.stat().st_size
+        # Mapped, so that a file of many gigabytes is hashed and written without being held in memory.
+        data = memoryview(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) if size else b"")
+        digest = hashlib.sha256(data).hexdigest()
+        store.put(key, data, create=True)
+    return AnchorFile(key=key, size=size, sha256=digest)
+
+
+def fetch(store: Store, anchor: AnchorRef, directory: Path) -> None:
+    """Write the anchor's files into a directory; raises DigestMismatch when one is not what the manifest states."""
+    for ref in anchor.files:
+        digest, at = hashlib.sha256(), 0
+        with (directory / ref.key.removeprefix(anchor.prefix + "/")).open("wb") as file:
+            while at < ref.size:
+                piece = store.get(ref.key, at, min(at + PIECE_BYTES, ref.size))
+                if not piece:
+                    break
+                digest.update(piece)
+                file.write(piece)
+                at += len(piece)
+        if at != ref.size or digest.hexdigest() != ref.sha256:
+            raise DigestMismatch(
+                f"{store.uri}/{ref.key}: {at} bytes that are not the {ref.size} stated; damaged or truncated"
+            )

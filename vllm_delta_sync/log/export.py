@@ -1,0 +1,48 @@
+"""Writing the model at a version as an ordinary Hugging Face checkpoint.
+
+Does not write into a directory that already holds something.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+from pathlib import Path
+
+from vllm_delta_sync.errors import ConfigError
+from vllm_delta_sync.log.materialize import base_directory, materialize
+from vllm_delta_sync.log.progress import Progress, silent
+from vllm_delta_sync.log.reader import DeltaLog
+from vllm_delta_sync.wire.checkpoint import config_files, open_checkpoint, write_checkpoint
+
+
+def export(
+    log: DeltaLog, version: int, out: Path, base: str | os.PathLike[str] | None = None, *, progress: Progress = silent
+) -> list[Path]:
+    """Write version `version` to the directory `out`, with the base's configuration and tokenizer; returns the files.
+
+    Tensors of the base that the log does not publish are carried over unchanged. `out` appears whole or not at all.
+
+    Args:
+        base: directory of the base checkpoint, or None as for `materialize`.
+
+    Raises ConfigError when `out` exists and is not an empty directory, and whatever `materialize` raises.
+    """
+    if out.exists() and not (out.is_dir() and not any(out.iterdir())):
+        raise ConfigError(f"{out} already exists and is not an empty directory; name another place to export to")
+    partial = out.with_name(f".{out.name}.writing")
+    with base_directory(log, log.manifests()[0], base) as directory:
+        assert isinstance(directory, Path), "the base was given as a directory or found as one"
+        source = open_checkpoint(directory)
+        published = materialize(log, version, source, progress=progress)
+        rest = [source[name] for name in source if name not in published]
+        tensors = sorted([*published.values(), *rest], key=lambda tensor: tensor[0].name)
+        try:
+            progress("writing the checkpoint", 0, 1)
+            written = write_checkpoint(partial, tensors, config_files(directory))
+            os.replace(partial, out)
+        except BaseException:
+            shutil.rmtree(partial, ignore_errors=True)
+            raise
+    progress("writing the checkpoint", 1, 1)
+    return [out / path.name for path in written]
