@@ -20,7 +20,7 @@ PIECE_BYTES = 64 << 20  # fetched, hashed and written at a time
 
 
 def write(store: Store, version: int, files: Sequence[Path]) -> AnchorRef:
-    """Put the files of a checkpoint under the anchor prefix of a version; raises ConfigError for a name no key allows."""
+    """Put the files of a checkpoint under the anchor prefix of a version; ConfigError for a name no key allows."""
     prefix = names.anchor(version)
     return AnchorRef(prefix=prefix, files=tuple(_write_file(store, f"{prefix}/{path.name}", path) for path in files))
 

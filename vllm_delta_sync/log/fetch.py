@@ -35,5 +35,5 @@ def check_sha256(store: Store, ref: ObjectRef, data: bytes) -> None:
     found = hashlib.sha256(data).hexdigest()
     if found != ref.sha256:
         raise DigestMismatch(
-            f"{store.uri}/{ref.key}: SHA-256 {found} where {ref.sha256} is stated; damaged or replaced after it was written"
+            f"{store.uri}/{ref.key}: SHA-256 {found} where {ref.sha256} is stated; damaged or replaced since"
         )

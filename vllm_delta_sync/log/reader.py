@@ -79,14 +79,14 @@ class DeltaLog:
         """
         if not -1 <= after <= to.version or to.version - after > MAX_CHAIN:
             raise VersionGap(
-                f"{self.store.uri}: no chain from version {after} to {to.version}: it must go forward, by at most {MAX_CHAIN}"
+                f"{self.store.uri}: no chain from version {after} to {to.version}: it must go forward, at most {MAX_CHAIN}"
             )
         found = [to] if to.version > after else []
         while found and found[-1].version > after + 1:
             found.append(self._parent(found[-1]))
         if held and found and (found[-1].parent is None or found[-1].parent.sha256 != held.sha256):
             raise VersionGap(
-                f"{self.store.uri}: version {after + 1} does not grow from the version {after} that is held ({held.key}); "
+                f"{self.store.uri}: version {after + 1} does not grow from the version held ({held.key}); "
                 "the log was forked or rewritten"
             )
         return found[::-1]

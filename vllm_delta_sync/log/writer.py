@@ -111,18 +111,16 @@ class LogWriter:
         step: int | None = None,
         metadata: Mapping[str, str] | None = None,
     ) -> wire.Manifest:
-        """Write the version after the tip and make it the tip; without updates it is a version in which nothing changed.
+        """Write the version after the tip and make it the tip; without updates it is one in which nothing changed.
 
-        Raises RivalWriter when LATEST is not what this writer last read or wrote, and StoreError when the store fails; the
-        tip of this writer is then as before.
+        Raises RivalWriter when LATEST is not what this writer last read or wrote, and StoreError when the store fails;
+        the tip of this writer is then as before.
         """
         version, attempt, store = self.tip.version + 1, uuid.uuid4().hex, self.log.store
         packed = pack(updates, self._shard_bytes)
         total = len(packed.shards)
         if total > wire.MAX_SHARDS:
-            raise PublishError(
-                f"version {version} takes {total} shards, at most {wire.MAX_SHARDS} fit; use larger shards"
-            )
+            raise PublishError(f"version {version} takes {total} shards, at most {wire.MAX_SHARDS} fit")
         shards = tuple(
             _put_shard(store, names.shard(version, attempt, number, total), self.log.run, version, payloads)
             for number, payloads in enumerate(packed.shards, 1)
@@ -157,17 +155,23 @@ class LogWriter:
         if found != self._pointer:
             named = f"version {found.version} ({found.manifest})" if found else "nothing that can be read"
             raise RivalWriter(
-                f"{self.log.store.uri}/{names.LATEST} names {named}, not version {self._pointer.version} as this writer left "
-                "it: another publisher writes to this run, or a write that was reported as failed arrived after all; stop the "
-                "other one, or resume from the log"
+                f"{self.log.store.uri}/{names.LATEST} names {named}, not version {self._pointer.version} as this writer "
+                "left it: another publisher writes to this run, or a write that was reported as failed arrived after all; "
+                "stop the other one, or resume from the log"
             )
         try:
             self.log.store.put(names.LATEST, pointer.to_bytes())
         except StoreError:
             # A write can arrive although its answer was lost. Only what LATEST says now tells.
-            if self._latest() != pointer:
+            if not self._arrived(pointer):
                 raise
         self._pointer, self.tip = pointer, manifest
+
+    def _arrived(self, pointer: wire.LatestPointer) -> bool:
+        try:
+            return self._latest() == pointer
+        except StoreError:
+            return False
 
     def _latest(self) -> wire.LatestPointer | None:
         try:
