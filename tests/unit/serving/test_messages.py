@@ -1,0 +1,84 @@
+"""Messages survive the channel; strangers do not get in."""
+
+from __future__ import annotations
+
+import queue
+from multiprocessing import AuthenticationError
+
+import numpy as np
+import pytest
+
+from vllm_delta_sync.errors import MalformedObject, UnsupportedEngine
+from vllm_delta_sync.serving import messages as msg
+from vllm_delta_sync.serving.channel import Hub, Spoke
+
+REF = msg.Ref(3, "versions/3/x.manifest.json", "0" * 64)
+LANES = np.array([[1, 2, 3, 2**32 - 1], [0, 5, 6, 7]], dtype=np.uint32)
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        msg.Tip("r", 3, (REF, REF)),
+        msg.LoadBase("r", REF),
+        msg.Stage(REF),
+        msg.Locate((REF,), LANES, (1, 2)),
+        msg.Proved(LANES, 0.5),
+        msg.Staged(3, (0, 4), LANES, (1,), LANES[:1], 9, 8, None, 0.1, 0.2),
+        msg.Audited(1, 3, ("a", "b"), LANES, 0.1),
+        msg.Failed("stage", None, "digest", "why"),
+        msg.Located(None, "why"),
+        msg.Drop(),
+    ],
+)
+def test_a_message_comes_back_as_it_went(message: msg.Message) -> None:
+    back = msg.from_bytes(msg.to_bytes(message))
+    assert type(back) is type(message)
+    for name, value in vars(message).items():
+        assert (
+            np.array_equal(value, getattr(back, name))
+            if isinstance(value, np.ndarray)
+            else value == getattr(back, name)
+        )
+
+
+@pytest.mark.parametrize(
+    "data", [b"", b"[]", b'{"kind":"nope"}', b'{"kind":"drop","extra":1}', b'{"kind":"stage"}', b"\xff"]
+)
+def test_what_is_no_message_is_refused(data: bytes) -> None:
+    with pytest.raises(MalformedObject):
+        msg.from_bytes(data)
+
+
+@pytest.fixture
+def hub() -> object:
+    events: queue.Queue[tuple[int, msg.Message]] = queue.Queue()
+    hub = Hub(lambda rank, message: events.put((rank, message)))
+    yield hub, events
+    hub.close()
+
+
+def test_ranks_and_controller_reach_each_other(hub: tuple[Hub, queue.Queue[tuple[int, msg.Message]]]) -> None:
+    centre, events = hub
+    spokes = [Spoke(centre.address, centre.authkey, rank) for rank in (0, 1)]
+    centre.wait_for(2, 5.0)
+    centre.broadcast(msg.Stage(REF))
+    assert [spoke.receive() for spoke in spokes] == [msg.Stage(REF)] * 2
+    spokes[1].send(msg.BaseLoaded())
+    assert events.get(timeout=5) == (1, msg.BaseLoaded())
+    spokes[0].close()
+    rank, lost = events.get(timeout=5)
+    assert rank == 0 and isinstance(lost, msg.Lost)
+
+
+def test_a_stranger_without_the_key_is_turned_away(hub: tuple[Hub, queue.Queue[tuple[int, msg.Message]]]) -> None:
+    centre, events = hub
+    with pytest.raises(AuthenticationError):
+        Spoke(centre.address, b"guessed", 0)
+    Spoke(centre.address, centre.authkey, 0).send(msg.BaseLoaded())
+    assert events.get(timeout=5) == (0, msg.BaseLoaded())
+
+
+def test_a_rank_that_never_comes_is_said(hub: tuple[Hub, queue.Queue[tuple[int, msg.Message]]]) -> None:
+    with pytest.raises(UnsupportedEngine, match="0 of 1 ranks"):
+        hub[0].wait_for(1, 0.05)

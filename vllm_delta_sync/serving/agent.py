@@ -1,0 +1,113 @@
+"""A rank's background threads: carry out the controller's commands, and on the leader watch the bucket.
+
+Holds no weights and decides nothing. Runs at low priority, so that the threads which compute tokens come first. What goes
+wrong becomes a `Failed` message; a step is never waited for and never held up.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+from collections.abc import Callable
+
+from vllm_delta_sync.config import DeltaSyncConfig
+from vllm_delta_sync.errors import DeltaSyncError, UnsupportedEngine
+from vllm_delta_sync.log import DeltaLog
+from vllm_delta_sync.serving import messages as msg
+from vllm_delta_sync.serving.channel import Spoke
+from vllm_delta_sync.serving.controller import LEADER
+from vllm_delta_sync.serving.follower import Follower
+from vllm_delta_sync.serving.locate import locate
+from vllm_delta_sync.serving.messages import Message
+from vllm_delta_sync.serving.rank import Rank
+
+logger = logging.getLogger("vllm.delta_sync")
+
+BACKGROUND_NICENESS = 10
+
+
+class Agent:
+    """Connects one rank to its engine's controller.
+
+    Args:
+        rank: whose background work this is.
+        config: which bucket to follow, and how often to look.
+    """
+
+    def __init__(self, rank: Rank, config: DeltaSyncConfig, address: str, authkey: bytes) -> None:
+        self._rank = rank
+        self._config = config
+        self._spoke = Spoke(address, authkey, rank.number)
+        self._follower: Follower | None = None
+
+    def start(self) -> None:
+        """Start the command thread, and on the leader the polling thread."""
+        _background(self._serve, f"delta-sync-commands-{self._rank.number}")
+        if self._rank.number == LEADER:
+            config = self._config
+            self._follower = Follower(
+                lambda: DeltaLog.open(config.store.uri, run=config.run), self._spoke.send, config.poll_interval_s
+            )
+            _background(self._follower.run, "delta-sync-follower")
+
+    def want_audit(self) -> None:
+        self._spoke.send(msg.WantAudit())
+
+    def _serve(self) -> None:
+        while True:
+            try:
+                command = self._spoke.receive()
+            except (EOFError, OSError):  # the engine is gone, and this process soon
+                if self._follower is not None:
+                    self._follower.stop()
+                return
+            if isinstance(command, msg.Audit):  # long; staging goes on beside it
+                _background(lambda number=command.number: self._answer_audit(number), "delta-sync-audit")
+            else:
+                self._answer(command)
+
+    def _answer_audit(self, number: int) -> None:
+        self._spoke.send(self._rank.audit(number))
+
+    def _answer(self, command: Message) -> None:
+        version = command.ref.version if isinstance(command, msg.Stage) else None
+        try:
+            reply = self._carry_out(command)
+        except DeltaSyncError as error:
+            reply = msg.Failed(command.kind, version, error.cause, str(error))
+        except Exception as error:  # a defect: the server serves on, and says what happened
+            logger.exception("delta-sync: %s failed", command.kind)
+            reply = msg.Failed(command.kind, version, "internal", f"{type(error).__name__}: {error}")
+        if reply is not None:
+            self._spoke.send(reply)
+
+    def _carry_out(self, command: Message) -> Message | None:
+        rank = self._rank
+        match command:
+            case msg.LoadBase(run, base):
+                rank.load_base(DeltaLog.open(self._config.store.uri, run=run), base)
+                return msg.BaseLoaded()
+            case msg.Prove():
+                return rank.prove()
+            case msg.Locate(refs, lanes, skip):
+                assert rank.log is not None and rank.base is not None
+                return locate(rank.log, rank.base, refs, lanes, skip)
+            case msg.Joined(ref):
+                rank.join(ref)
+                return None
+            case msg.Stage(ref):
+                return rank.stage(ref)
+            case msg.Drop():
+                rank.drop()
+                return None
+        raise UnsupportedEngine(f"rank {rank.number} was told {command.kind!r}, which this release does not know")
+
+
+def _background(work: Callable[[], None], name: str) -> None:
+    def run() -> None:
+        if hasattr(os, "setpriority"):
+            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), BACKGROUND_NICENESS)
+        work()
+
+    threading.Thread(target=run, name=name, daemon=True).start()

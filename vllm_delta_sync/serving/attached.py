@@ -1,0 +1,210 @@
+"""What an engine core carries when it follows a log: controller, loop, gate, and the engine-side work of each.
+
+Everything in `EngineWork` runs on the engine thread, between two steps, and only when there is something to do.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from typing import Any
+
+from vllm_delta_sync import config as settings
+from vllm_delta_sync.errors import DeltaSyncError, Poisoned, UnsupportedEngine
+from vllm_delta_sync.serving.controller import Committed, Controller, EngineFailed, Event, Phase, Traced
+from vllm_delta_sync.serving.engine import PLUGIN
+from vllm_delta_sync.serving.loop import Gate, Loop
+from vllm_delta_sync.serving.status import StatusFile, status_path
+
+logger = logging.getLogger("vllm.delta_sync")
+
+CONNECT_TIMEOUT_S = 30.0
+
+
+class EngineWork:
+    """Trace, commit and stop, on the engine thread.
+
+    Args:
+        core: vLLM's EngineCore.
+        config: the caches' policy and the commit's time-out.
+    """
+
+    def __init__(self, core: Any, config: settings.DeltaSyncConfig) -> None:
+        self._core = core
+        self._config = config
+        self.epoch = 0  # grows with every attempt to commit, so that no cached block outlives the weights it came from
+        self.kernel: dict[str, str] = {}
+        self._batches_before_label = 0
+        self._label: str | None = None
+
+    def open(self, address: str, authkey: bytes) -> int:
+        """Connect the ranks; returns how many there are."""
+        return len(self._call("delta_sync_open", (address, authkey.hex())))
+
+    def trace(self) -> Event:
+        try:
+            results = sorted(self._call("delta_sync_trace"), key=lambda result: result["rank"])
+        except DeltaSyncError as error:
+            return EngineFailed(error.cause, str(error))
+        self.kernel = {name: results[0][name] for name in ("kernel", "kernel_reason")}
+        logger.info("delta-sync: kernel %s (%s)", *self.kernel.values())
+        return Traced(tuple(results[0]["specs"]), tuple(result["layout"] for result in results))
+
+    def commit(self, version: int) -> Event:
+        """Every rank or none. Queued behind the batches in flight, and before the next."""
+        begin = time.perf_counter()
+        self.epoch += 1
+        try:
+            self._call("delta_sync_commit", (version,), self._config.commit_timeout_s)
+        except Poisoned as error:
+            return Committed(version, time.perf_counter() - begin, (error.cause, str(error)), trusted=False)
+        except DeltaSyncError as error:
+            trusted = self._roll_back(version)
+            return Committed(version, time.perf_counter() - begin, (error.cause, str(error)), trusted)
+        self._set_label(str(version))
+        self._treat_caches()
+        return Committed(version, time.perf_counter() - begin)
+
+    def stop(self, text: str) -> Event:
+        """Never returns: ends the engine, and with it the server."""
+        raise DeltaSyncError(f"delta-sync stops the server (on_error: stop): {text}")
+
+    def batch_labelled(self) -> None:
+        """One batch's outputs got their weight version; the batches in flight at a commit keep the old one."""
+        if self._label is not None:
+            self._batches_before_label -= 1
+            if self._batches_before_label <= 0:
+                self._core.set_weight_version(self._label)
+                self._label = None
+
+    def _set_label(self, label: str) -> None:
+        in_flight = len(self._core.batch_queue or ()) if hasattr(self._core, "batch_queue") else 0
+        if in_flight:
+            self._label, self._batches_before_label = label, in_flight
+        else:
+            self._core.set_weight_version(label)
+
+    def _treat_caches(self) -> None:
+        scheduler = getattr(self._core, "scheduler", None)  # absent while the engine is still being built
+        if scheduler is None or self._config.kv_cache == "keep":
+            return
+        if self._config.kv_cache == "recompute":
+            self._core.reset_prefix_cache(reset_running_requests=True)
+        if self._core.vllm_config.model_config.is_multimodal_model and not scheduler.has_unfinished_requests():
+            self._core.reset_encoder_cache()
+
+    def _roll_back(self, version: int) -> bool:
+        try:
+            self._call("delta_sync_rollback", (version,), self._config.commit_timeout_s)
+        except DeltaSyncError as error:
+            logger.error("delta-sync: roll-back of version %d failed: %s", version, error)
+            return False
+        return True
+
+    def _call(self, method: str, args: tuple[Any, ...] = (), timeout: float | None = None) -> list[dict[str, Any]]:
+        """One RPC to every rank; raises what the first failing rank says, once all have answered."""
+        try:
+            results: list[dict[str, Any]] = self._core.collective_rpc(method, timeout, args)
+        except Exception as error:
+            # The missing reply stays in vLLM's queue and would be taken for another call's: no further RPC can be trusted.
+            raise Poisoned(f"{method} did not come back from every rank: {type(error).__name__}: {error}") from error
+        for number, result in enumerate(results):
+            if not result["ok"]:
+                raise _as_error(result["cause"], f"rank {number}: {result['text']}")
+        return results
+
+
+class Attached:
+    """The parts, wired to one engine core.
+
+    Args:
+        core: an EngineCore whose model is loaded and whose KV cache is sized.
+    """
+
+    def __init__(self, core: Any) -> None:
+        vllm_config = core.vllm_config
+        self.config = settings.load(vllm_config.additional_config)
+        _require_queue(core.model_executor)
+        self.in_process = not hasattr(core, "input_queue")
+        self.ops = EngineWork(core, self.config)
+        parallel = vllm_config.parallel_config
+        path = status_path(vllm_config.instance_id, int(getattr(parallel, "data_parallel_index", 0) or 0))
+        self._core = core
+        self._controller = Controller(
+            parallel.world_size,
+            ignore_unmapped=self.config.unmapped == "ignore",
+            stop_on_error=self.config.on_error == "stop",
+            audit_every=self.config.audit_every,
+        )
+        self.loop = Loop(self._controller, StatusFile(path, lambda: dict(self.ops.kernel)))
+        self.gate = Gate(self.ops, self._wake, self.loop.report)
+
+    def start(self) -> None:
+        """Connect the ranks and, under `start: catch_up`, bring them to the tip before anything is served.
+
+        Raises:
+            DeltaSyncError: the tip cannot be reached; says why.
+        """
+        ranks = self.ops.open(self.loop.hub.address, self.loop.hub.authkey)
+        self.loop.hub.wait_for(ranks, CONNECT_TIMEOUT_S)
+        self.loop.start(self.gate)
+        if self.config.start == "catch_up":
+            self._catch_up()
+
+    def salt(self, request: Any) -> None:
+        """Give a new request's blocks a hash of their own per commit, so that none computed before serves it.
+
+        vLLM's own reset of the prefix cache refuses while requests run, and would starve under constant traffic.
+        """
+        if self.config.kv_cache != "keep" and self.ops.epoch:
+            request.cache_salt = f"{request.cache_salt or ''}\0delta-sync:{self.ops.epoch}"
+
+    def stop(self) -> None:
+        self.loop.stop()
+
+    def _wake(self) -> None:
+        if not self.in_process:
+            from vllm.v1.engine import EngineCoreRequestType
+
+            self._core.input_queue.put_nowait((EngineCoreRequestType.WAKEUP, PLUGIN))
+
+    def _catch_up(self) -> None:
+        deadline = time.monotonic() + self.config.catch_up_timeout_s
+        logger.info("delta-sync: catching up with %s before serving", self.config.store.uri)
+        while not self.loop.settled.is_set():
+            if time.monotonic() > deadline:
+                raise UnsupportedEngine(
+                    f"could not catch up with {self.config.store.uri} within catch_up_timeout_s = {self.config.catch_up_timeout_s:.0f} s "
+                    f"({self.loop.last_error or 'no error, just slow'}); raise it, or set `start: serve_base` to serve the base meanwhile"
+                )
+            if self.gate.arrived.wait(0.05):
+                self.gate.run_pending()
+        status = self._controller.status
+        if status.phase in (Phase.HALTED, Phase.POISONED):
+            raise _as_error((status.last_error or "").partition(":")[0], status.last_error or status.phase.value)
+        logger.info("delta-sync: serving version %s of run %s", status.served, status.run)
+
+
+def _require_queue(executor: Any) -> None:
+    """Only executors that send every call through one queue, in order, keep a commit between two steps on every rank."""
+    from vllm.v1.executor.multiproc_executor import MultiprocExecutor
+    from vllm.v1.executor.uniproc_executor import ExecutorWithExternalLauncher, UniProcExecutor
+
+    if isinstance(executor, ExecutorWithExternalLauncher) or not isinstance(
+        executor, (MultiprocExecutor, UniProcExecutor)
+    ):
+        raise UnsupportedEngine(
+            f"{type(executor).__name__} does not send all calls to the ranks through one queue, so a commit cannot be placed "
+            "between two steps; use --distributed-executor-backend mp"
+        )
+
+
+def _as_error(cause: str, text: str) -> DeltaSyncError:
+    """An error of the tree, from its label."""
+    kinds = [DeltaSyncError]
+    while kinds:
+        kind = kinds.pop()
+        if kind.cause == cause and kind.__init__ is DeltaSyncError.__init__:
+            return kind(text)
+        kinds += kind.__subclasses__()
+    return DeltaSyncError(text)

@@ -1,0 +1,178 @@
+"""Drives the controller: one thread that takes events, carries out actions and writes the status file.
+
+What must happen between two steps goes through a `Gate` to the engine thread; nothing here runs on that thread while
+nothing is new.
+"""
+
+from __future__ import annotations
+
+import logging
+import queue
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from typing import Protocol
+
+from vllm_delta_sync.serving.channel import Hub
+from vllm_delta_sync.serving.controller import (
+    Action,
+    Commit,
+    Committed,
+    Controller,
+    Event,
+    Phase,
+    Send,
+    Stop,
+    Tick,
+    Trace,
+)
+from vllm_delta_sync.serving.status import StatusFile
+
+logger = logging.getLogger("vllm.delta_sync")
+
+TICK_S = 0.5
+
+
+class EngineOps(Protocol):
+    """What the engine thread can do for the controller; each returns the event that tells how it went."""
+
+    def trace(self) -> Event: ...
+
+    def commit(self, version: int) -> Event: ...
+
+    def stop(self, text: str) -> Event: ...
+
+
+class Gate:
+    """Hands work to the engine thread, which runs it between two steps.
+
+    Args:
+        ops: the work itself.
+        wake: makes the engine thread call `run_pending` soon (for instance by an item in its input queue).
+        report: takes the event that each piece of work ends with.
+    """
+
+    def __init__(self, ops: EngineOps, wake: Callable[[], None], report: Callable[[Event], None]) -> None:
+        self._ops = ops
+        self._wake = wake
+        self._report = report
+        self._pending: deque[Action] = deque()
+        self.arrived = threading.Event()
+
+    def submit(self, action: Action) -> None:
+        self._pending.append(action)
+        self.arrived.set()
+        self._wake()
+
+    def run_pending(self) -> None:
+        """On the engine thread only."""
+        self.arrived.clear()
+        while self._pending:
+            match self._pending.popleft():
+                case Trace():
+                    self._report(self._ops.trace())
+                case Commit(version):
+                    self._report(self._ops.commit(version))
+                case Stop(text):
+                    self._report(self._ops.stop(text))
+
+
+class Loop:
+    """The controller's thread.
+
+    Args:
+        controller: decides.
+        hub: reaches the ranks.
+        status_file: where the world reads how things stand.
+    """
+
+    def __init__(self, controller: Controller, status_file: StatusFile) -> None:
+        self._controller = controller
+        self._status_file = status_file
+        self._events: queue.Queue[tuple[int, Event] | None] = queue.Queue()
+        self.hub = Hub(lambda rank, message: self._events.put((rank, message)))
+        self.settled = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="delta-sync-controller", daemon=True)
+        self._gate: Gate | None = None
+
+    def start(self, gate: Gate) -> None:
+        self._gate = gate
+        self._thread.start()
+
+    def report(self, event: Event) -> None:
+        self._events.put((0, event))
+
+    def stop(self) -> None:
+        self._events.put(None)
+        if self._thread.ident is not None:
+            self._thread.join(timeout=5)
+        self.hub.close()
+        self._status_file.remove()
+
+    @property
+    def phase(self) -> Phase:
+        return self._controller.status.phase
+
+    @property
+    def last_error(self) -> str | None:
+        return self._controller.status.last_error
+
+    def _run(self) -> None:
+        self._publish()
+        while True:
+            try:
+                item = self._events.get(timeout=TICK_S)
+            except queue.Empty:
+                item = (0, Tick())
+            if item is None:
+                return
+            rank, event = item
+            before = self._fingerprint()
+            try:
+                for action in self._controller.handle(event, time.time(), rank):
+                    self._carry_out(action)
+            except Exception:
+                # A defect here must not take the server with it: it serves on, and says that it follows no more.
+                logger.exception("delta-sync: internal error on %r", type(event).__name__)
+                self._controller.give_up("internal", f"internal error on {type(event).__name__}; see the log")
+            if self._fingerprint() != before:
+                self._tell(event)
+                self._publish()
+
+    def _carry_out(self, action: Action) -> None:
+        if isinstance(action, Send):
+            if action.rank is None:
+                self.hub.broadcast(action.message)
+            else:
+                self.hub.send(action.rank, action.message)
+            return
+        assert self._gate is not None
+        self._gate.submit(action)
+
+    def _fingerprint(self) -> tuple[object, ...]:
+        status = self._controller.status
+        return (
+            status.phase, status.served, status.latest, status.empty, sum(status.failures.values()), status.audit, status.audits,
+        )  # fmt: skip
+
+    def _tell(self, event: Event) -> None:
+        status = self._controller.status
+        if isinstance(event, Committed) and event.error is None:
+            record = status.commits[-1]
+            logger.info(
+                "delta-sync: serving version %d (step %s): %d elements changed, fetched %.2f MB in %.3f s, staged in %.3f s, committed in %.1f ms",
+                record.version, record.step, record.changed, record.fetched_bytes / 1e6, record.fetch_seconds,
+                record.stage_seconds, record.commit_seconds * 1e3,
+            )  # fmt: skip
+        elif status.phase in (Phase.HALTED, Phase.POISONED):
+            logger.error(
+                "delta-sync: %s, still serving version %s: %s", status.phase.value, status.served, status.last_error
+            )
+
+    def _publish(self) -> None:
+        self._status_file.write(self._controller.status)
+        if self._controller.status.settled:
+            self.settled.set()
+        else:
+            self.settled.clear()
