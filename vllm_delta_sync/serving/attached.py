@@ -106,7 +106,8 @@ class EngineWork:
         try:
             results: list[dict[str, Any]] = self._core.collective_rpc(method, timeout, args)
         except Exception as error:
-            # The missing reply stays in vLLM's queue and would be taken for another call's: no further RPC can be trusted.
+            # The missing reply stays in vLLM's queue and would be taken for another call's: no further RPC can be
+            # trusted.
             raise Poisoned(f"{method} did not come back from every rank: {type(error).__name__}: {error}") from error
         for number, result in enumerate(results):
             if not result["ok"]:
@@ -174,8 +175,10 @@ class Attached:
         while not self.loop.settled.is_set():
             if time.monotonic() > deadline:
                 raise UnsupportedEngine(
-                    f"could not catch up with {self.config.store.uri} within catch_up_timeout_s = {self.config.catch_up_timeout_s:.0f} s "
-                    f"({self.loop.last_error or 'no error, just slow'}); raise it, or set `start: serve_base` to serve the base meanwhile"
+                    f"could not catch up with {self.config.store.uri} within catch_up_timeout_s = "
+                    f"{self.config.catch_up_timeout_s:.0f} s "
+                    f"({self.loop.last_error or 'no error, just slow'}); raise it, or set `start: "
+                    "serve_base` to serve the base meanwhile"
                 )
             if self.gate.arrived.wait(0.05):
                 self.gate.run_pending()
@@ -186,7 +189,8 @@ class Attached:
 
 
 def _require_queue(executor: Any) -> None:
-    """Only executors that send every call through one queue, in order, keep a commit between two steps on every rank."""
+    """Only executors that send every call through one queue, in order, keep a commit between two steps "
+    "on every rank."""
     from vllm.v1.executor.multiproc_executor import MultiprocExecutor
     from vllm.v1.executor.uniproc_executor import ExecutorWithExternalLauncher, UniProcExecutor
 
@@ -194,7 +198,8 @@ def _require_queue(executor: Any) -> None:
         executor, (MultiprocExecutor, UniProcExecutor)
     ):
         raise UnsupportedEngine(
-            f"{type(executor).__name__} does not send all calls to the ranks through one queue, so a commit cannot be placed "
+            f"{type(executor).__name__} does not send all calls to the ranks through one queue, so a "
+            "commit cannot be placed "
             "between two steps; use --distributed-executor-backend mp"
         )
 

@@ -47,7 +47,8 @@ class Hub:
         with self._arrived:
             if not self._arrived.wait_for(lambda: len(self._ranks) >= ranks, timeout):
                 raise UnsupportedEngine(
-                    f"only {len(self._ranks)} of {ranks} ranks reached the engine's socket {self.address} within {timeout:.0f} s; "
+                    f"only {len(self._ranks)} of {ranks} ranks reached the engine's socket {self.address} "
+                    f"within {timeout:.0f} s; "
                     "ranks on other hosts are not supported"
                 )
 

@@ -1,6 +1,7 @@
 """Decides what an engine does next: a pure state machine from events to actions.
 
-No I/O, no clock and no thread (`loop` has them): every event carries its time, so that each decision can be tested as a table.
+No I/O, no clock and no thread (`loop` has them): every event carries its time, so that each decision can be tested as
+a table.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ class Phase(enum.Enum):
     POISONED = "poisoned"  # a commit failed and could not be rolled back
 
 
-# --- actions: what the loop carries out -----------------------------------------------------------------------------------
+# --- actions: what the loop carries out ------------------------------------------------------------------------------
 @dataclass(frozen=True)
 class Send:
     """To one rank, or to all."""
@@ -68,7 +69,7 @@ class Stop:
 Action = Send | Trace | Commit | Stop
 
 
-# --- events from the engine thread ---------------------------------------------------------------------------------------
+# --- events from the engine thread -----------------------------------------------------------------------------------
 @dataclass(frozen=True)
 class Traced:
     """Outcome of Trace: one layout per rank, or why not."""
@@ -182,9 +183,10 @@ class Controller:
         self._auditing = False
         self._audit_replies: dict[int, msg.Audited] = {}
 
-    # --- entry ------------------------------------------------------------------------------------------------------------
+    # --- entry -------------------------------------------------------------------------------------------------------
     def handle(self, event: Event, now: float, rank: int = LEADER) -> list[Action]:
-        """Take one event; returns what is to be done, in order. `now`: Unix seconds; `rank`: the sender of a message."""
+        """Take one event; returns what is to be done, in order. `now`: Unix seconds; `rank`: the sender "
+        "of a message."""
         try:
             return self._dispatch(event, now, rank)
         except DeltaSyncError as error:
@@ -235,7 +237,7 @@ class Controller:
             self.status.served = event.version
         return []
 
-    # --- joining ----------------------------------------------------------------------------------------------------------
+    # --- joining -----------------------------------------------------------------------------------------------------
     def _tip(self, tip: msg.Tip) -> list[Action]:
         self.status.run, self.status.latest, self.status.empty = tip.run, tip.version, False
         self._refs.update({ref.version: ref for ref in tip.refs})
@@ -260,7 +262,8 @@ class Controller:
         coverage = cover([layout.regions for layout in event.layouts], event.specs)
         if coverage.unmapped and not self._ignore_unmapped:
             raise errors.UnmappedTensor(
-                f"the serving model loads {len(coverage.unmapped)} published tensors on no rank: {_some(coverage.unmapped)}; "
+                f"the serving model loads {len(coverage.unmapped)} published tensors on no rank: "
+                f"{_some(coverage.unmapped)}; "
                 "set `unmapped: ignore` to serve without them"
             )
         self.status.unmapped = coverage.unmapped
@@ -285,7 +288,7 @@ class Controller:
         self._retry_s = FIRST_RETRY_S
         return [Send(msg.Joined(self._refs[event.version])), *self._advance()]
 
-    # --- following --------------------------------------------------------------------------------------------------------
+    # --- following ---------------------------------------------------------------------------------------------------
     def _advance(self) -> list[Action]:
         assert self.status.served is not None
         if self.status.latest is None or self.status.served >= self.status.latest:
@@ -341,7 +344,7 @@ class Controller:
         due = self._audit_every and event.version % self._audit_every == 0
         return [*(self._audit() if due else []), *self._advance()]
 
-    # --- audits -----------------------------------------------------------------------------------------------------------
+    # --- audits ------------------------------------------------------------------------------------------------------
     def _audit(self) -> list[Action]:
         if self.status.served is None or self._auditing:
             return []
@@ -366,11 +369,10 @@ class Controller:
         seconds = max(reply.seconds for reply in replies.values())
         self.status.audit = AuditRecord(event.number, one, wrong, lanes, seconds)
         if wrong:
-            text = f"{len(wrong)} live tensors are not what was committed: {_some(wrong)}; something else writes to the weights"
-            return self._halt("audit", text)
-        return []
+            text = f"{len(wrong)} live tensors are not what was committed: {_some(wrong)}; something else writes to
+            the weights" return self._halt("audit", text) return []
 
-    # --- trouble ----------------------------------------------------------------------------------------------------------
+    # --- trouble -----------------------------------------------------------------------------------------------------
     def _refuse(self, cause: str, text: str, now: float) -> list[Action]:
         """Serve on what is served, and try again later unless trying again cannot help."""
         if cause in (errors.BaseMismatch.cause, errors.UnmappedTensor.cause, errors.UnsupportedLayout.cause):

@@ -1,7 +1,7 @@
 """The hooks in vLLM's EngineCore: where a commit enters the engine's own queue, and nothing else.
 
-Loaded by vLLM in every process as a general plugin (`install`); active only in an engine whose worker extension is ours.
-What an active engine does is in `attached`; here stand the private names that it needs, each probed before use.
+Loaded by vLLM in every process as a general plugin (`install`); active only in an engine whose worker extension is
+ours. What an active engine does is in `attached`; here stand the private names that it needs, each probed before use.
 """
 
 from __future__ import annotations
@@ -79,7 +79,8 @@ def require_installed(vllm_config: Any, environ: Mapping[str, str]) -> None:
     parallel = vllm_config.parallel_config
     if parallel.data_parallel_size > 1 and parallel.enable_expert_parallel:
         raise UnsupportedEngine(
-            "data parallel with expert parallel runs one forward over all replicas, which commits would have to enter together; "
+            "data parallel with expert parallel runs one forward over all replicas, which commits would "
+            "have to enter together; "
             "that is not supported: serve without --enable-expert-parallel or with --data-parallel-size 1"
         )
 

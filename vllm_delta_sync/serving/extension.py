@@ -1,7 +1,7 @@
 """The worker extension: what vLLM mixes into every worker for `--worker-extension-cls vllm_delta_sync.WorkerExtension`.
 
-A thin shell: it finds the model, keeps one `Rank` and one `Agent`, and turns every outcome into plain data. A method that
-raises would leave the other ranks' replies in vLLM's queue, so none does.
+A thin shell: it finds the model, keeps one `Rank` and one `Agent`, and turns every outcome into plain data. A method
+that raises would leave the other ranks' replies in vLLM's queue, so none does.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ class WorkerExtension:
 
     _delta_sync_config: settings.DeltaSyncConfig
 
-    # --- called by the engine ---------------------------------------------------------------------------------------------
+    # --- called by the engine ----------------------------------------------------------------------------------------
     @_told
     def delta_sync_open(self, address: str, authkey: str) -> dict[str, Any]:
         """Connect to the engine's controller and start the background threads."""
@@ -102,7 +102,7 @@ class WorkerExtension:
         self._delta_sync_rank.rollback(version)
         return {}
 
-    # --- for operators ----------------------------------------------------------------------------------------------------
+    # --- for operators -----------------------------------------------------------------------------------------------
     @_told
     def delta_sync_status(self) -> dict[str, Any]:
         """Which version this rank holds, and which is staged."""

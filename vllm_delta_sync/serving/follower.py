@@ -1,7 +1,7 @@
 """Watches a bucket for new versions: the leader rank's polling thread.
 
-Never fetches a shard and never decides what to do with a version; it tells what there is. Polling cannot end: whatever the
-store does, it is told and tried again.
+Never fetches a shard and never decides what to do with a version; it tells what there is. Polling cannot end:
+whatever the store does, it is told and tried again.
 """
 
 from __future__ import annotations
@@ -70,7 +70,8 @@ class Follower:
             return
         if self._tip is not None and latest.version <= self._tip.version:
             raise VersionGap(
-                f"LATEST went back from version {self._tip.version} to {latest.version}, or to another branch; still following {self._tip.version}"
+                f"LATEST went back from version {self._tip.version} to {latest.version}, or to another "
+                f"branch; still following {self._tip.version}"
             )
         refs = self._refs_up_to(Ref(latest.version, latest.manifest, latest.sha256))
         self._tip = refs[-1]
@@ -89,7 +90,8 @@ class Follower:
             if self._tip is not None and manifest.version == self._tip.version + 1:
                 if manifest.parent.sha256 != self._tip.sha256:
                     raise VersionGap(
-                        f"version {manifest.version} does not follow the version {self._tip.version} known here: the log was forked"
+                        f"version {manifest.version} does not follow the version {self._tip.version} "
+                        "known here: the log was forked"
                     )
                 break
             refs.append(Ref(manifest.version - 1, manifest.parent.key, manifest.parent.sha256))

@@ -38,6 +38,7 @@ def _difference(base: VersionTable, lanes: Lanes, judged: np.ndarray[tuple[int],
     wrong = np.flatnonzero((base.hashes != lanes).any(axis=1) & judged)
     spec = base.tensors[int(wrong[0])]
     return (
-        f"the served weights are those of no version of this run: {len(wrong)} of {int(judged.sum())} tensors differ from its base, "
+        f"the served weights are those of no version of this run: {len(wrong)} of {int(judged.sum())} "
+        "tensors differ from its base, "
         f"first {spec.name!r} ({spec.dtype} {list(spec.shape)}); serve the checkpoint that the trainer started from"
     )

@@ -153,15 +153,16 @@ class Loop:
     def _fingerprint(self) -> tuple[object, ...]:
         status = self._controller.status
         return (
-            status.phase, status.served, status.latest, status.empty, sum(status.failures.values()), status.audit, status.audits,
-        )  # fmt: skip
+            status.phase, status.served, status.latest, status.empty, sum(status.failures.values()), status.audit,
+            status.audits, )  # fmt: skip
 
     def _tell(self, event: Event) -> None:
         status = self._controller.status
         if isinstance(event, Committed) and event.error is None:
             record = status.commits[-1]
             logger.info(
-                "delta-sync: serving version %d (step %s): %d elements changed, fetched %.2f MB in %.3f s, staged in %.3f s, committed in %.1f ms",
+                "delta-sync: serving version %d (step %s): %d elements changed, fetched %.2f MB in %.3f "
+                "s, staged in %.3f s, committed in %.1f ms",
                 record.version, record.step, record.changed, record.fetched_bytes / 1e6, record.fetch_seconds,
                 record.stage_seconds, record.commit_seconds * 1e3,
             )  # fmt: skip

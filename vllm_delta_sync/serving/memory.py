@@ -119,7 +119,8 @@ class LiveMemory:
                 for written in patches[:done]:
                     self._backend.scatter(self._targets[written.width], written.reversed())
                 raise StrayWrite(
-                    f"live element {first} of {patch.elements} was written by something else between staging and commit; nothing was changed"
+                    f"live element {first} of {patch.elements} was written by something else between "
+                    "staging and commit; nothing was changed"
                 )
 
 
@@ -150,7 +151,8 @@ def _narrow(live: Bits, region: Region, dtype: str) -> Bits:
         narrow = (live >> np.array(shift, dtype=live.dtype)).astype(f"u{dtypes.by_name(dtype).width}")
     if not np.array_equal(widen(narrow, region, dtype), live):
         raise StateHashMismatch(
-            f"{region.tensor!r} is kept as {region.target_dtype} and holds values that no {dtype} has; it was changed after loading"
+            f"{region.tensor!r} is kept as {region.target_dtype} and holds values that no {dtype} has; it "
+            "was changed after loading"
         )
     return narrow
 

@@ -1,7 +1,7 @@
 """What ranks and controller say to each other, out of band: a closed set of frozen messages and their byte form.
 
-Does not move bytes (`channel` does) and does not decide anything (`controller` does). Lanes travel as base64 of little-endian
-uint32; nothing is pickled.
+Does not move bytes (`channel` does) and does not decide anything (`controller` does). Lanes travel as base64 of
+little-endian uint32; nothing is pickled.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class Message:
     kind: ClassVar[str] = ""
 
 
-# --- leader → controller -------------------------------------------------------------------------------------------------
+# --- leader → controller ---------------------------------------------------------------------------------------------
 @dataclass(frozen=True)
 class Tip(Message):
     """The log's tip moved; `refs` are the manifests up to it that were not told before, ascending."""
@@ -77,7 +77,7 @@ class Located(Message):
     text: str
 
 
-# --- controller → ranks --------------------------------------------------------------------------------------------------
+# --- controller → ranks ----------------------------------------------------------------------------------------------
 @dataclass(frozen=True)
 class LoadBase(Message):
     """Read the tensor table of version 0."""
@@ -96,7 +96,8 @@ class Prove(Message):
 
 @dataclass(frozen=True)
 class Locate(Message):
-    """To the leader: which version has these tensor hashes? `lanes` is uint32 [tensors, 4]; rows of `skip` are not judged."""
+    """To the leader: which version has these tensor hashes? `lanes` is uint32 [tensors, 4]; rows of "
+    "`skip` are not judged."""
 
     kind = "locate"
     refs: tuple[Ref, ...]
@@ -135,7 +136,7 @@ class Audit(Message):
     number: int
 
 
-# --- rank → controller ---------------------------------------------------------------------------------------------------
+# --- rank → controller -----------------------------------------------------------------------------------------------
 @dataclass(frozen=True)
 class BaseLoaded(Message):
     """The base table is at hand; the layout can be traced."""

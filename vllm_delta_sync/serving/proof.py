@@ -61,7 +61,8 @@ class Proof:
             rank = int(np.searchsorted(self._first_row, self._copies[first], side="right")) - 1
             raise StateHashMismatch(
                 f"{int(differ.sum())} copies of weights differ from the originals, first: {tensor!r} on rank {rank}; "
-                "something other than this update writes to the weights, or they are stored in another order than they are loaded"
+                "something other than this update writes to the weights, or they are stored in another "
+                "order than they are loaded"
             )
         total = np.zeros((len(self._tensors), 4), dtype=np.uint32)
         np.add.at(total, self._of_tensor, rows[self._canonical])
@@ -81,5 +82,6 @@ class Proof:
             first = self._tensors[int(np.flatnonzero(wrong)[0])]
             raise StateHashMismatch(
                 f"{int(wrong.sum())} tensors would not come to the published state hash, first: {first!r}; "
-                "nothing was written: either the live weights are not those of the version before, or part of the update reaches no live weight"
+                "nothing was written: either the live weights are not those of the version before, or "
+                "part of the update reaches no live weight"
             )

@@ -67,7 +67,7 @@ class Rank:
         self._proven: _Proven | None = None
         self._writes = 0  # odd while a commit is under way
 
-    # --- joining ----------------------------------------------------------------------------------------------------------
+    # --- joining -----------------------------------------------------------------------------------------------------
     def load_base(self, log: DeltaLog, base: Ref) -> None:
         """Read version 0: what tensors there are, and their hashes."""
         table = log.table(log.manifest(base.to_object()))
@@ -106,7 +106,7 @@ class Rank:
                 self._advance(hashes, self.log.table(manifest))
         self._hashes = hashes
 
-    # --- following --------------------------------------------------------------------------------------------------------
+    # --- following ---------------------------------------------------------------------------------------------------
     def stage(self, ref: Ref) -> msg.Staged:
         """Fetch, verify, decode and map a version; nothing live is touched."""
         assert self.log is not None and self.layout is not None and self.memory is not None
@@ -170,7 +170,7 @@ class Rank:
             raise Poisoned(f"rank {self.number} cannot go back from version {version}: {error}") from error
         self._undo = None
 
-    # --- audit ------------------------------------------------------------------------------------------------------------
+    # --- audit -------------------------------------------------------------------------------------------------------
     def audit(self, number: int) -> msg.Audited:
         """Full pass while steps and commits go on; what commits change meanwhile is accounted for, region by region."""
         assert self.layout is not None and self._proven is not None and self.memory is not None
@@ -199,7 +199,7 @@ class Rank:
     def staged_version(self) -> int | None:
         return None if self._staged is None else self._staged.ref.version
 
-    # --- parts ------------------------------------------------------------------------------------------------------------
+    # --- parts -------------------------------------------------------------------------------------------------------
     def _write(self, effect: Effect, ref: Ref, hashes: Lanes, *, undo: bool) -> None:
         assert self.memory is not None and self._proven is not None
         patches = [patch.reversed() if undo else patch for patch in effect.patches]
@@ -215,7 +215,8 @@ class Rank:
             self._writes += 1
 
     def _hash_settled(self, index: int) -> tuple[Lanes, Lanes]:
-        """A region's lanes by a full pass, and its proven lanes at that moment: taken again if a commit came between."""
+        """A region's lanes by a full pass, and its proven lanes at that moment: taken again if a commit "
+        "came between."""
         while True:
             writes, proven = self._writes, self._proven
             lanes = self._hash(index)
@@ -244,7 +245,8 @@ class Rank:
         root = state_hash.state_root(dict(zip(self.base.tensors, hashes, strict=True)))
         if root != manifest.state_root:
             raise DigestMismatch(
-                f"version {manifest.version}: its table leads to state root {root[:12]}…, its manifest says {manifest.state_root[:12]}…"
+                f"version {manifest.version}: its table leads to state root {root[:12]}…, its manifest "
+                f"says {manifest.state_root[:12]}…"
             )
 
 

@@ -1,7 +1,7 @@
 """The metrics on the server's own /metrics, `vllm:delta_sync_*`: a stat logger that vLLM loads in the API process.
 
-Reads the engine's status file; never asks the engine anything. With several API servers one of them counts, since vLLM adds
-up counters and histograms over them.
+Reads the engine's status file; never asks the engine anything. With several API servers one of them counts, since
+vLLM adds up counters and histograms over them.
 """
 
 from __future__ import annotations
