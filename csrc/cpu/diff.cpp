@@ -1,6 +1,10 @@
 // Compare two states of a tensor and compact what differs. Does not allocate: it stops when the caller's scratch is full.
 #include <cstring>
 
+#if defined(__SSE2__)
+#include <emmintrin.h>
+#endif
+
 #include "../vds_core.h"
 #include "dispatch.h"
 
@@ -8,66 +12,82 @@ namespace {
 
 constexpr int64_t kGroup = 64;  // bytes compared at once: one cache line of each side
 
-// First group at or after `at` that holds a difference; `groups` if there is none.
-VDS_CLONES int64_t next_difference(const char* __restrict before, const char* __restrict after, int64_t at, int64_t groups) {
-  for (; at < groups; ++at) {
-    uint64_t x[kGroup / 8], y[kGroup / 8], any = 0;
-    std::memcpy(x, before + at * kGroup, kGroup);
-    std::memcpy(y, after + at * kGroup, kGroup);
-    for (int i = 0; i < kGroup / 8; ++i) any |= x[i] ^ y[i];
-    if (any) break;
+// Bit i is set when byte i of the two groups differs. SSE2, which every x86-64 has, already outruns memory.
+inline uint64_t differing_bytes(const char* before, const char* after) {
+  uint64_t mask = 0;
+#if defined(__SSE2__)
+  for (int i = 0; i < 4; ++i) {
+    const __m128i x = _mm_loadu_si128(reinterpret_cast<const __m128i*>(before) + i);
+    const __m128i y = _mm_loadu_si128(reinterpret_cast<const __m128i*>(after) + i);
+    const unsigned equal = static_cast<unsigned>(_mm_movemask_epi8(_mm_cmpeq_epi8(x, y)));
+    mask |= static_cast<uint64_t>(equal ^ 0xFFFFu) << (16 * i);
   }
-  return at;
+#else
+  if (std::memcmp(before, after, kGroup) != 0)
+    for (int i = 0; i < kGroup; ++i) mask |= static_cast<uint64_t>(before[i] != after[i]) << i;
+#endif
+  return mask;
 }
 
 template <typename T>
 struct Compactor {
   T* before;
   const T* after;
-  bool advance;
+  uint32_t offset;
   uint32_t* positions;
   T* old_out;
   T* new_out;
-  int64_t found = 0;
+  int64_t found;
 
-  // Elements from … to-1, without a branch on the outcome: the slot after the last found one is always writable.
-  void take(int64_t from, int64_t to, int64_t offset) {
-    for (int64_t i = from; i < to; ++i) {
-      const T x = before[i], y = after[i];
-      positions[found] = static_cast<uint32_t>(offset + i);
-      old_out[found] = x;
-      new_out[found] = y;
-      found += x != y;
-    }
-    if (advance) std::memcpy(before + from, after + from, static_cast<size_t>(to - from) * sizeof(T));
+  template <bool advance>
+  void emit(int64_t i) {
+    positions[found] = offset + static_cast<uint32_t>(i);
+    old_out[found] = before[i];
+    new_out[found] = after[i];
+    ++found;
+    if (advance) before[i] = after[i];
   }
 };
+
+// Returns how many elements it compared: n, or less when there is no room for another group's changes.
+template <typename T, bool advance>
+int64_t diff(Compactor<T>& out, int64_t n, int64_t capacity) {
+  constexpr int64_t per = kGroup / sizeof(T);
+  constexpr uint64_t element = (1ull << sizeof(T)) - 1;
+  constexpr int64_t ahead = 1024;  // bytes between a prefetch and its use
+  int64_t at = 0;
+  for (; at + per <= n; at += per) {
+    const char* const before = reinterpret_cast<const char*>(out.before + at);
+    const char* const after = reinterpret_cast<const char*>(out.after + at);
+    __builtin_prefetch(before + ahead, advance);
+    __builtin_prefetch(after + ahead);
+    uint64_t mask = differing_bytes(before, after);
+    if (mask == 0) continue;
+    if (out.found + per > capacity) return at;
+    while (mask) {
+      const int k = __builtin_ctzll(mask) / static_cast<int>(sizeof(T));
+      mask &= ~(element << (k * sizeof(T)));
+      out.template emit<advance>(at + k);
+    }
+  }
+  if (out.found + per > capacity) return at;
+  for (; at < n; ++at)
+    if (out.before[at] != out.after[at]) out.template emit<advance>(at);
+  return n;
+}
 
 template <typename T>
 int64_t diff(T* before, const T* after, int64_t n, int64_t offset, bool advance, int64_t capacity, uint32_t* positions,
              T* old_out, T* new_out, int64_t* consumed) {
-  constexpr int64_t per = kGroup / sizeof(T);
-  Compactor<T> out{before, after, advance, positions, old_out, new_out};
-  const int64_t groups = n / per;
-  int64_t at = 0;
-  while (out.found + per < capacity) {
-    at = next_difference(reinterpret_cast<const char*>(before), reinterpret_cast<const char*>(after), at, groups);
-    if (at == groups) {
-      out.take(groups * per, n, offset);
-      *consumed = n;
-      return out.found;
-    }
-    out.take(at * per, (at + 1) * per, offset);
-    ++at;
-  }
-  *consumed = at * per;
+  Compactor<T> out{before, after, static_cast<uint32_t>(offset), positions, old_out, new_out, 0};
+  *consumed = advance ? diff<T, true>(out, n, capacity) : diff<T, false>(out, n, capacity);
   return out.found;
 }
 
 }  // namespace
 
 // Compares n elements and writes what differs to positions (counted from `offset`), old and new, which have room for `capacity`
-// (more than one group of 64 bytes). Returns how many were found in the first *consumed elements, or -1 for an unknown width.
+// (at least one group of 64 bytes). Returns how many were found in the first *consumed elements, or -1 for an unknown width.
 VDS_API int64_t vds_diff(int width, void* before, const void* after, int64_t n, int64_t offset, int advance, int64_t capacity,
                          uint32_t* positions, void* old_out, void* new_out, int64_t* consumed) {
 #define VDS_DIFF(T)                                                                                                   \
