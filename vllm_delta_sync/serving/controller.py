@@ -369,8 +369,9 @@ class Controller:
         seconds = max(reply.seconds for reply in replies.values())
         self.status.audit = AuditRecord(event.number, one, wrong, lanes, seconds)
         if wrong:
-            text = f"{len(wrong)} live tensors are not what was committed: {_some(wrong)}; something else writes to
-            the weights" return self._halt("audit", text) return []
+            text = (
+                f"{len(wrong)} live tensors are not what was committed, something else writes to them: {_some(wrong)}"
+            )
 
     # --- trouble -----------------------------------------------------------------------------------------------------
     def _refuse(self, cause: str, text: str, now: float) -> list[Action]:
