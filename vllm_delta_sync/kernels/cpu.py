@@ -1,0 +1,43 @@
+"""The kernels on CPU tensors through `native`.
+
+Does not copy: tensors are handed over by address.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from vllm_delta_sync import native
+from vllm_delta_sync.native.types import WIDTHS, Bits, Seed
+
+_SIGNED = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+def as_bits(tensor: Tensor) -> Bits:
+    """A contiguous 1-D CPU tensor's elements as numpy unsigned integers, sharing its memory."""
+    width = tensor.element_size()
+    bits: Bits = tensor.detach().view(_SIGNED[width]).numpy().view(WIDTHS[width])
+    return bits
+
+
+def scatter_(
+    targets: Sequence[Tensor], segments: Tensor, offsets: Tensor, expected: Tensor, values: Tensor, threads: int
+) -> Tensor:
+    """See `kernels.ops`."""
+    width = values.element_size()
+    rows = segments.numpy().copy()
+    bases = np.array([target.data_ptr() for target in targets], np.int64)
+    rows[:, 0] = bases[rows[:, 0]] + rows[:, 1] * width
+    rows[:, 1:3] = rows[:, 2:4]
+    rows[:, 3] = 0
+    index = native.scatter(rows, as_bits(offsets), as_bits(expected), as_bits(values), threads=threads)
+    return torch.tensor(index, dtype=torch.int64)
+
+
+def state_hash(bits: Tensor, start: int, seed: Seed) -> Tensor:
+    """See `kernels.ops`."""
+    return torch.from_numpy(native.hash_run(as_bits(bits), start, seed).astype(np.int64))

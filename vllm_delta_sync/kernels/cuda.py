@@ -1,0 +1,47 @@
+"""The kernels on CUDA tensors through the CUDA library, on torch's current stream.
+
+Does not wait for the device, except where a result is read.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from vllm_delta_sync.native.cuda import CudaLibrary
+from vllm_delta_sync.native.types import Seed
+
+
+def scatter_(
+    library: CudaLibrary,
+    targets: Sequence[Tensor],
+    segments: Tensor,
+    offsets: Tensor,
+    expected: Tensor,
+    values: Tensor,
+) -> Tensor:
+    """See `kernels.ops`."""
+    device, width = values.device, values.element_size()
+    with torch.cuda.device(device):
+        bases = torch.tensor([target.data_ptr() for target in targets], dtype=torch.int64, device=device)
+        address = bases[segments[:, 0]] + segments[:, 1] * width
+        rows = torch.stack([address, segments[:, 2], segments[:, 3], torch.zeros_like(address)], dim=1)
+        first = torch.empty((), dtype=torch.int64, device=device)
+        library.scatter(
+            width, rows.data_ptr(), len(rows), offsets.data_ptr(), expected.data_ptr(), values.data_ptr(),
+            values.numel(), first.data_ptr(), torch.cuda.current_stream(device).cuda_stream,
+        )  # fmt: skip
+    return first
+
+
+def state_hash(library: CudaLibrary, bits: Tensor, start: int, seed: Seed) -> Tensor:
+    """See `kernels.ops`."""
+    lanes = torch.empty(4, dtype=torch.int32, device=bits.device)
+    with torch.cuda.device(bits.device):
+        library.state_hash(
+            bits.element_size(), bits.data_ptr(), bits.numel(), start, seed, lanes.data_ptr(),
+            torch.cuda.current_stream(bits.device).cuda_stream,
+        )  # fmt: skip
+    return lanes.to(torch.int64) & 0xFFFFFFFF

@@ -1,0 +1,86 @@
+"""The kernels in plain torch: any device, no compiler.
+
+Does not try to be fast; it is what the other backends are compared with, bit for bit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from vllm_delta_sync.native.portable_hash import BLOCK, KEYS
+from vllm_delta_sync.native.types import Seed
+
+CHUNK = 1 << 20  # 16-bit units per step of the hash
+_MASK64 = (1 << 64) - 1
+
+
+def scatter_(targets: Sequence[Tensor], segments: Tensor, offsets: Tensor, expected: Tensor, values: Tensor) -> Tensor:
+    """See `kernels.ops`. Compares everything before it writes anything, so there is nothing to undo."""
+    outcome = torch.full((), -1, dtype=torch.int64, device=segments.device)
+    places = []
+    for target, base, first, last in segments.tolist():
+        # u32 bits in an int32 tensor: torch indexes with int64 only
+        where = (offsets[first:last].view(torch.int32).to(torch.int64) & 0xFFFFFFFF) + base
+        wrong = (targets[target][where] != expected[first:last]).nonzero()
+        if wrong.numel():
+            return outcome.copy_(wrong[0, 0] + first)
+        places.append((targets[target], where, values[first:last]))
+    for live, where, new in places:
+        live[where] = new
+    return outcome
+
+
+def state_hash(bits: Tensor, start: int, seed: Seed) -> Tensor:
+    """See `kernels.ops`."""
+    units = _units(bits)
+    first = start * max(1, bits.element_size() // 2)
+    total = torch.zeros(4, dtype=torch.int64, device=bits.device)
+    for at in range(0, units.numel(), CHUNK):
+        total += _hash_units(units[at : at + CHUNK], first + at, seed)
+    return total & 0xFFFFFFFF
+
+
+def _units(bits: Tensor) -> Tensor:
+    if bits.element_size() == 1:
+        return bits.view(torch.uint8).to(torch.int16)
+    return bits.view(torch.int16)
+
+
+def _hash_units(units: Tensor, first: int, seed: Seed) -> Tensor:
+    lead = first % BLOCK
+    blocks = (lead + units.numel() + BLOCK - 1) // BLOCK
+    padded = torch.zeros(blocks * BLOCK, dtype=torch.float64, device=units.device)
+    padded[lead : lead + units.numel()] = units.to(torch.float64)
+    # Exact in double: |s·T| ≤ 2**30 and 1024 of them stay below 2**53.
+    table = torch.from_numpy(KEYS.astype("float64")).to(units.device)
+    partial = (padded.view(blocks, BLOCK) @ table).to(torch.int64)
+    return (partial * _block_keys(first // BLOCK, blocks, seed, units.device)).sum(0)
+
+
+def _block_keys(first: int, blocks: int, seed: Seed, device: torch.device) -> Tensor:
+    index = torch.arange(blocks, dtype=torch.int64, device=device)
+    y = _mix64(index + _signed(seed.a + first))
+    z = _mix64(index + _signed(seed.b + first))
+    low = 0xFFFFFFFF
+    return torch.stack([y & low, _shift(y, 32), z & low, _shift(z, 32)], dim=1) | 1
+
+
+def _mix64(v: Tensor) -> Tensor:
+    """mix64 of docs/protocol.md on int64, whose products wrap mod 2**64 as the unsigned ones do."""
+    z = v * _signed(0x9E3779B97F4A7C15)
+    z = (z ^ _shift(z, 30)) * _signed(0xBF58476D1CE4E5B9)
+    z = (z ^ _shift(z, 27)) * _signed(0x94D049BB133111EB)
+    return z ^ _shift(z, 31)
+
+
+def _shift(v: Tensor, by: int) -> Tensor:
+    """Logical shift right of int64."""
+    return (v >> by) & ((1 << (64 - by)) - 1)
+
+
+def _signed(v: int) -> int:
+    v &= _MASK64
+    return v - (1 << 64) if v >> 63 else v
