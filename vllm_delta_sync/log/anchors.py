@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import mmap
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from vllm_delta_sync.errors import ConfigError, DigestMismatch
@@ -42,16 +42,22 @@ def _write_file(store: Store, key: str, path: Path) -> AnchorFile:
 def fetch(store: Store, anchor: AnchorRef, directory: Path) -> None:
     """Write the anchor's files into a directory; raises DigestMismatch when one is not what the manifest states."""
     for ref in anchor.files:
-        digest, at = hashlib.sha256(), 0
         with (directory / ref.key.removeprefix(anchor.prefix + "/")).open("wb") as file:
-            while at < ref.size:
-                piece = store.get(ref.key, at, min(at + PIECE_BYTES, ref.size))
-                if not piece:
-                    break
-                digest.update(piece)
+            for piece in pieces(store, ref):
                 file.write(piece)
-                at += len(piece)
-        if at != ref.size or digest.hexdigest() != ref.sha256:
-            raise DigestMismatch(
-                f"{store.uri}/{ref.key}: {at} bytes that are not the {ref.size} stated; damaged or truncated"
-            )
+
+
+def pieces(store: Store, ref: AnchorFile) -> Iterator[bytes]:
+    """One file of an anchor, piece by piece; raises DigestMismatch at its end when it is not what the manifest states."""
+    digest, at = hashlib.sha256(), 0
+    while at < ref.size:
+        piece = store.get(ref.key, at, min(at + PIECE_BYTES, ref.size))
+        if not piece:
+            break
+        digest.update(piece)
+        at += len(piece)
+        yield piece
+    if at != ref.size or digest.hexdigest() != ref.sha256:
+        raise DigestMismatch(
+            f"{store.uri}/{ref.key}: not the {ref.size} bytes its manifest states; damaged or truncated"
+        )

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from vllm_delta_sync.errors import MalformedObject, VersionGap
 from vllm_delta_sync.log import fetch, materialize, names
@@ -79,7 +79,8 @@ class DeltaLog:
         """
         if not -1 <= after <= to.version or to.version - after > MAX_CHAIN:
             raise VersionGap(
-                f"{self.store.uri}: no chain from version {after} to {to.version}: it must go forward, at most {MAX_CHAIN}"
+                f"{self.store.uri}: no chain from version {after} to {to.version}; "
+                f"it must go forward, {MAX_CHAIN} versions at most"
             )
         found = [to] if to.version > after else []
         while found and found[-1].version > after + 1:
@@ -106,8 +107,8 @@ class DeltaLog:
         """The table of version 0: every tensor and its state hash."""
         return self.table(self.manifests()[0])
 
-    def shard_blocks(self, manifest: Manifest, table: VersionTable, index: int) -> Iterator[tuple[Block, Buffer]]:
-        """The blocks of one shard with their stored bytes, once the whole shard is verified. Decoding is left to do."""
+    def shard_blocks(self, manifest: Manifest, index: int, blocks: Sequence[Block]) -> Iterator[tuple[Block, Buffer]]:
+        """`blocks`, all of shard `index`, with their stored bytes, once the whole shard is verified; still encoded."""
         ref = manifest.shards[index]
         what = f"{self.store.uri}/{ref.key}"
         data = fetch.verified(self.store, ref, ref.size)
@@ -116,14 +117,13 @@ class DeltaLog:
             raise MalformedObject(
                 f"{what}: its data begins at {len(data) - len(blob)}, the manifest says {ref.data_start}"
             )
-        for block in table.blocks:
-            if block.shard == index:
-                yield block, blob[block.offset : block.offset + block.stored]
+        for block in blocks:
+            yield block, blob[block.offset : block.offset + block.stored]
 
     def block_bytes(self, manifest: Manifest, table: VersionTable) -> Iterator[tuple[Block, Buffer]]:
         """Every block of a version with its stored bytes, shard by shard."""
-        for index in range(len(manifest.shards)):
-            yield from self.shard_blocks(manifest, table, index)
+        for index, blocks in table.by_shard().items():
+            yield from self.shard_blocks(manifest, index, blocks)
 
     def materialize(
         self, version: int, base: materialize.Base = None, *, progress: Progress = silent
@@ -137,7 +137,7 @@ class DeltaLog:
         parent = self.manifest(manifest.parent)
         if parent.version != manifest.version - 1:
             raise VersionGap(
-                f"{self.store.uri}/{manifest.parent.key}: version {parent.version} as the parent of {manifest.version}; "
+                f"{self.store.uri}/{manifest.parent.key}: version {parent.version} is parent of {manifest.version}; "
                 "versions must be contiguous"
             )
         return parent

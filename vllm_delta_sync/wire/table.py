@@ -90,6 +90,13 @@ class VersionTable:
         columns.check_blocks(found, tensors, what)
         return cls(tensors, found["tensors.hash"].astype(np.uint32), _blocks(found, tensors))
 
+    def by_shard(self) -> dict[int, list[Block]]:
+        """The blocks of each shard that has any, by the shard's index, ascending."""
+        found: dict[int, list[Block]] = {}
+        for block in self.blocks:
+            found.setdefault(block.shard, []).append(block)
+        return dict(sorted(found.items()))
+
     def require_known(self, base: Mapping[str, TensorSpec], what: str) -> None:
         """Raise MalformedObject unless the base lists every tensor of this table with the same dtype and shape."""
         for spec in self.tensors:

@@ -1,0 +1,49 @@
+"""What commands share in how they speak: JSON and tables on stdout, progress on stderr, sizes for people.
+
+Does not know any command.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, TaskID, TextColumn, TimeElapsedColumn
+from rich.progress import Progress as Bars
+
+from vllm_delta_sync.log.progress import Progress
+
+AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object instead of a table.")]
+
+
+def print_json(value: dict[str, object]) -> None:
+    """One JSON object on stdout."""
+    typer.echo(json.dumps(value, ensure_ascii=False))
+
+
+def size(count: float) -> str:
+    """Bytes for people, in powers of 1000: `1.24 MB`."""
+    for unit in ("B", "kB", "MB", "GB"):
+        if count < 999.5:
+            return f"{count:.0f} {unit}" if unit == "B" else f"{count:.3g} {unit}"
+        count /= 1000
+    return f"{count:.3g} TB"
+
+
+@contextmanager
+def progress() -> Iterator[Progress]:
+    """A bar per kind of work on stderr; nothing when stderr is no terminal."""
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    with Bars(*columns, console=Console(stderr=True), transient=True) as bars:
+        tasks: dict[str, TaskID] = {}
+
+        def show(what: str, done: int, total: int) -> None:
+            if what not in tasks:
+                tasks[what] = bars.add_task(what, total=total)
+            bars.update(tasks[what], completed=done, total=total)
+
+        yield show
