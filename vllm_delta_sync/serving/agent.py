@@ -10,6 +10,7 @@ import logging
 import os
 import threading
 from collections.abc import Callable
+from functools import partial
 
 from vllm_delta_sync.config import DeltaSyncConfig
 from vllm_delta_sync.errors import DeltaSyncError, UnsupportedEngine
@@ -63,7 +64,7 @@ class Agent:
                     self._follower.stop()
                 return
             if isinstance(command, msg.Audit):  # long; staging goes on beside it
-                _background(lambda number=command.number: self._answer_audit(number), "delta-sync-audit")
+                _background(partial(self._answer_audit, command.number), "delta-sync-audit")
             else:
                 self._answer(command)
 

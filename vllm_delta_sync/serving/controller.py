@@ -369,9 +369,11 @@ class Controller:
         seconds = max(reply.seconds for reply in replies.values())
         self.status.audit = AuditRecord(event.number, one, wrong, lanes, seconds)
         if wrong:
-            text = (
-                f"{len(wrong)} live tensors are not what was committed, something else writes to them: {_some(wrong)}"
+            return self._halt(
+                "audit",
+                f"{len(wrong)} live tensors are not what was committed, something else writes to them: {_some(wrong)}",
             )
+        return []
 
     # --- trouble -----------------------------------------------------------------------------------------------------
     def _refuse(self, cause: str, text: str, now: float) -> list[Action]:

@@ -92,7 +92,8 @@ def is_ours(vllm_config: Any) -> bool:
 
 def attached(core: Any) -> Attached | None:
     """What is attached to this engine core, if anything."""
-    return core.__dict__.get(_ATTRIBUTE)
+    ours: Attached | None = core.__dict__.get(_ATTRIBUTE)
+    return ours
 
 
 def _wrap(cls: type, name: str, make: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:

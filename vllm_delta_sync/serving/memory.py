@@ -136,9 +136,9 @@ def widen(values: Bits, region: Region, dtype: str) -> Bits:
     if region.target_dtype == dtype:
         return values
     if (dtype, region.target_dtype) == ("F16", "F32"):
-        return values.view(np.float16).astype(np.float32).view(np.uint32)
+        return np.asarray(values.view(np.float16).astype(np.float32).view(np.uint32))
     wide = dtypes.by_name(region.target_dtype).width
-    return values.astype(f"u{wide}") << np.array(_SHIFT[dtype, region.target_dtype], dtype=f"u{wide}")
+    return np.asarray(values.astype(f"u{wide}") << np.array(_SHIFT[dtype, region.target_dtype], dtype=f"u{wide}"))
 
 
 def _narrow(live: Bits, region: Region, dtype: str) -> Bits:

@@ -19,6 +19,7 @@ from vllm_delta_sync.serving.affine import Region
 from vllm_delta_sync.serving.memory import LiveMemory, Patch, offsets_of, widen
 from vllm_delta_sync.serving.messages import Lanes
 from vllm_delta_sync.wire.codecs import DecodedBlock, decode_block
+from vllm_delta_sync.wire.frames import Buffer
 from vllm_delta_sync.wire.table import Block
 
 
@@ -60,7 +61,7 @@ class _Pieces:
 
 
 def stage(
-    blocks: Iterable[tuple[Block, bytes]],
+    blocks: Iterable[tuple[Block, Buffer]],
     regions: Sequence[Region],
     regions_of: Mapping[str, Sequence[int]],
     seeds: Mapping[str, Seed],

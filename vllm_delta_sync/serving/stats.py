@@ -57,7 +57,7 @@ class _Series:
 _series: _Series | None = None
 
 
-class DeltaSyncStatLogger(StatLoggerBase):
+class DeltaSyncStatLogger(StatLoggerBase):  # type: ignore[misc]  # vLLM is not always installed where this is checked
     """Entry point `vllm.stat_logger_plugins`: one per engine; silent where the extension is not ours.
 
     Args:
