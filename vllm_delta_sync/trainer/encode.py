@@ -1,0 +1,71 @@
+"""From a version's changes to objects in the log: encodes the blocks and commits them, on behalf of the pipeline.
+
+Does not find changes and does not retry.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from itertools import groupby
+
+import numpy as np
+
+from vllm_delta_sync.log import LogWriter, TensorUpdate
+from vllm_delta_sync.trainer.pipeline import InFlight
+from vllm_delta_sync.trainer.publication import Published
+from vllm_delta_sync.trainer.snapshot import BlockDelta, Delta
+from vllm_delta_sync.wire import dtypes
+from vllm_delta_sync.wire.codec_rules import DENSE
+from vllm_delta_sync.wire.codecs import EncodedBlock, encode_block
+
+
+class Encoder:
+    """Writes versions through `writer`, encoding `threads` blocks at a time."""
+
+    def __init__(self, writer: LogWriter, threads: int) -> None:
+        self._writer = writer
+        self._threads = threads
+
+    def write(self, version: InFlight) -> Published:
+        """Make a version durable. Raises what `LogWriter.commit` raises."""
+        began = time.perf_counter()
+        with ThreadPoolExecutor(self._threads, "delta-sync-encode") as pool:
+            encoded = list(pool.map(encode, version.delta.blocks))
+        ready = time.perf_counter()
+        manifest = self._writer.commit(
+            list(_updates(version.delta, encoded)),
+            state_root=version.delta.state_root,
+            step=version.step,
+            metadata=version.metadata,
+        )
+        done = time.perf_counter()
+        assert manifest.version == version.version, f"{manifest.version} was written, {version.version} given out"
+        pointer = self._writer.pointer
+        return Published(
+            version=manifest.version,
+            manifest=pointer.manifest,
+            sha256=pointer.sha256,
+            bytes=manifest.totals.bytes,
+            encode_s=ready - began,
+            upload_s=done - ready,
+        )
+
+
+def encode(block: BlockDelta) -> EncodedBlock:
+    """The smallest encoding of a block's changes."""
+    spec, count, current = block.spec, block.count, block.current
+    if current is not None:
+        return encode_block(spec, block.changes, block.start, count, current)
+    # The snapshot has moved on, so the block's elements of this version are gone; only the dense codec would need them.
+    absent = np.broadcast_to(np.zeros(1, dtypes.by_name(spec.dtype).bits), count)
+    encoded = encode_block(spec, block.changes, block.start, count, absent)
+    assert encoded.codec != DENSE, f"{spec.name}: {encoded.changed} of {count} elements became a dense block"
+    return encoded
+
+
+def _updates(delta: Delta, encoded: list[EncodedBlock]) -> Iterator[TensorUpdate]:
+    pairs = zip(delta.blocks, encoded, strict=True)
+    for spec, group in groupby(pairs, key=lambda pair: pair[0].spec):
+        yield TensorUpdate(spec, delta.after[spec], [(block.start, block.count, code) for block, code in group])

@@ -1,0 +1,119 @@
+"""Beginning a run on a base, and continuing one: the writer, and the snapshot at its tip.
+
+Does not publish anything beyond version 0.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import tempfile
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from vllm_delta_sync.errors import BaseMismatch, ConfigError, StateHashMismatch
+from vllm_delta_sync.log import DeltaLog, LogWriter
+from vllm_delta_sync.store import Store
+from vllm_delta_sync.trainer import base as bases
+from vllm_delta_sync.trainer import source
+from vllm_delta_sync.trainer.snapshot import Snapshot
+from vllm_delta_sync.wire import state_hash
+from vllm_delta_sync.wire.checkpoint import write_checkpoint
+from vllm_delta_sync.wire.manifest import Manifest
+
+logger = logging.getLogger(__name__)
+
+GivenBase = source.Weights | str | os.PathLike[str]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Lineage:
+    """A run at its tip."""
+
+    writer: LogWriter
+    snapshot: Snapshot  # the state at the writer's tip
+    aliases: Mapping[str, str]  # tied name → its name in the base
+
+
+def read_base(base: GivenBase, dtype: torch.dtype | None, model_id: str | None, revision: str | None) -> bases.Base:
+    """The base as bits, from memory or from a checkpoint. Raises ConfigError when it cannot be read."""
+    if not isinstance(base, str | os.PathLike):
+        return bases.from_weights(base, dtype, model_id, revision)
+    if model_id is not None:
+        raise ConfigError("model_id is for a base in memory; a base given by path or Hub id is what receivers look for")
+    return bases.from_path(base, revision)
+
+
+def begin_run(store: Store, base: bases.Base, anchor: str, threads: int) -> Lineage:
+    """Write version 0: the base's name and state hash, and its files where `anchor` asks or it has no name."""
+    snapshot = Snapshot(base.tensors, threads)
+    upload = anchor == "always" or (anchor == "auto" and base.ref is None)
+    if upload:
+        logger.info("uploading the base to %s%s", store.uri, f": {base.why_not}" if base.why_not else "")
+    elif base.ref is None:
+        logger.warning("receivers must bring the base of %s: %s, and anchor is 'never'", store.uri, base.why_not)
+    with tempfile.TemporaryDirectory(prefix="vllm-delta-sync-") as directory:
+        files = _write_anchor(Path(directory), base) if upload else []
+        writer = LogWriter.create(store, snapshot.lanes, base=base.ref, anchor=files)
+    return Lineage(writer, snapshot, base.aliases)
+
+
+def continue_run(log: DeltaLog, base: GivenBase | None, dtype: torch.dtype | None, threads: int) -> Lineage:
+    """Rebuild the tip of a run from a base and the chain, each version proven by its state hash.
+
+    Raises BaseMismatch when nothing at hand is the base, LogError when the chain is damaged.
+    """
+    writer = LogWriter.attach(log)
+    first = log.chain(-1, writer.tip)[0]
+    refused: list[str] = []
+    for candidate in _candidates(first, base, dtype):
+        try:
+            tensors = log.materialize(writer.tip.version, candidate)
+        except BaseMismatch as error:
+            refused.append(str(error))
+            continue
+        snapshot = Snapshot({name: (spec, _own(bits)) for name, (spec, bits) in tensors.items()}, threads)
+        if state_hash.state_root(snapshot.lanes) != writer.tip.state_root:
+            raise StateHashMismatch(f"{log.store.uri}: rebuilding version {writer.tip.version} gave another state")
+        return Lineage(writer, snapshot, _aliases(base, snapshot))
+    raise BaseMismatch(
+        f"{log.store.uri}: nothing at hand is the base of this run ({'; '.join(refused) or 'none was given'}); give "
+        "its checkpoint as base=, or begin a new run without resume"
+    )
+
+
+def _candidates(
+    first: Manifest, base: GivenBase | None, dtype: torch.dtype | None
+) -> Iterator[Path | bases.Tensors | None]:
+    """What may be the base of a run, the cheapest to read first; None stands for the run's anchor."""
+    if isinstance(base, str | os.PathLike) and (found := bases.locate(str(base), None)):
+        yield found[0]
+    if first.base is not None and (found := bases.locate(first.base.model, first.base.revision)):
+        yield found[0]
+    if first.anchor is not None:
+        yield None
+    if base is not None and not isinstance(base, str | os.PathLike):
+        yield bases.from_weights(base, dtype, None, None).tensors
+
+
+def _aliases(base: GivenBase | None, snapshot: Snapshot) -> dict[str, str]:
+    if not isinstance(base, torch.nn.Module | Mapping):
+        return {}
+    _, aliases = source.untie(source.state_of(base))
+    return {name: owner for name, owner in aliases.items() if owner in snapshot.specs}
+
+
+def _own(bits: source.Bits) -> source.Bits:
+    return bits if bits.flags.writeable else np.array(bits)
+
+
+def _write_anchor(directory: Path, base: bases.Base) -> list[Path]:
+    written = write_checkpoint(directory, base.tensors.values())
+    for name, data in base.files.items():
+        (directory / name).write_bytes(data)
+        written.append(directory / name)
+    return written
