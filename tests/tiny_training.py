@@ -1,0 +1,109 @@
+"""Stores that fail or wait on demand, a tiny model with a real optimiser, and how to compare it with the log.
+
+Holds no assertions.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterable, Iterator
+
+import numpy as np
+import torch
+
+from vllm_delta_sync.errors import Unavailable
+from vllm_delta_sync.log import DeltaLog
+from vllm_delta_sync.store import ObjectInfo, Store
+
+State = dict[str, bytes]
+
+
+class TroubledStore:
+    """A store that passes everything on, except that chosen writes fail or wait.
+
+    `fail`: key → whether this write fails; it is asked before each. `after`: fail only once the write has arrived.
+    `gate`: cleared, every write waits for it.
+    """
+
+    def __init__(self, inner: Store) -> None:
+        self.inner = inner
+        self.fail: Callable[[str], bool] = lambda key: False
+        self.after = False
+        self.gate = threading.Event()
+        self.gate.set()
+        self.puts: list[str] = []
+
+    @property
+    def uri(self) -> str:
+        return self.inner.uri
+
+    def put(self, key: str, data: bytes, *, create: bool = False) -> None:
+        assert self.gate.wait(20), "a test forgot to open the gate"
+        self.puts.append(key)
+        failing = self.fail(key)
+        if not failing or self.after:
+            self.inner.put(key, data, create=create)
+        if failing:
+            raise Unavailable(f"{key}: the store is away")
+
+    def get(self, key: str, start: int = 0, end: int | None = None) -> bytes:
+        return self.inner.get(key, start, end)
+
+    def head(self, key: str) -> ObjectInfo:
+        return self.inner.head(key)
+
+    def list(self, prefix: str = "") -> Iterator[str]:
+        return self.inner.list(prefix)
+
+    def delete(self, keys: Iterable[str]) -> None:
+        self.inner.delete(keys)
+
+
+class Tiny(torch.nn.Module):
+    """A model with a tied pair, a persistent buffer, one that is not, and a scalar."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = torch.nn.Embedding(50, 16)
+        self.norm = torch.nn.BatchNorm1d(16)
+        self.up = torch.nn.Linear(16, 40)
+        self.down = torch.nn.Linear(40, 16)
+        self.scale = torch.nn.Parameter(torch.tensor(1.0))
+        self.head = torch.nn.Linear(16, 50, bias=False)
+        self.head.weight = self.embed.weight
+        self.register_buffer("frequencies", torch.arange(8.0), persistent=False)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        hidden = self.norm(self.embed(tokens))
+        return self.head(self.down(torch.relu(self.up(hidden))) * self.scale)
+
+
+class Training:
+    """AdamW on random tokens; `step` makes one step and `state` is what must be published."""
+
+    def __init__(self, seed: int = 0) -> None:
+        torch.manual_seed(seed)
+        self.model = Tiny()
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-4)
+
+    def step(self) -> None:
+        tokens = torch.randint(0, 50, (32,))
+        self.optimizer.zero_grad()
+        torch.nn.functional.cross_entropy(self.model(tokens), tokens.roll(1)).backward()
+        self.optimizer.step()
+
+    def state(self) -> State:
+        return state_of({n: t for n, t in self.model.state_dict().items() if n != "head.weight"})
+
+
+def state_of(tensors: dict[str, torch.Tensor]) -> State:
+    """The published bytes of tensors: floats as bf16."""
+    cast = {n: t.to(torch.bfloat16) if t.is_floating_point() else t for n, t in tensors.items()}
+    return {n: t.detach().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes() for n, t in cast.items()}
+
+
+def logged(store: Store, version: int | None = None, base: object = None) -> State:
+    """The published bytes at a version of the current run (None: the tip), from the log alone."""
+    log = DeltaLog.open(store)
+    found = log.materialize(log.tip().version if version is None else version, base)  # type: ignore[arg-type]
+    return {name: np.ascontiguousarray(bits).tobytes() for name, (_, bits) in found.items()}
