@@ -60,6 +60,7 @@ app = typer.Typer(
     help="Keep running vLLM servers in step with a trainer by sending only the weights that changed.",
     add_completion=False,
     no_args_is_help=True,
+    rich_markup_mode=None,  # plain help needs none of rich, whose Markdown alone takes longer to import than all else
     pretty_exceptions_enable=False,
 )
 

@@ -48,7 +48,7 @@ def fetch(store: Store, anchor: AnchorRef, directory: Path) -> None:
 
 
 def pieces(store: Store, ref: AnchorFile) -> Iterator[bytes]:
-    """One file of an anchor, piece by piece; raises DigestMismatch at its end when it is not what the manifest states."""
+    """One file of an anchor, piece by piece; raises DigestMismatch at its end unless it is what the manifest states."""
     digest, at = hashlib.sha256(), 0
     while at < ref.size:
         piece = store.get(ref.key, at, min(at + PIECE_BYTES, ref.size))

@@ -41,8 +41,11 @@ def export(
             progress("writing the checkpoint", 0, 1)
             written = write_checkpoint(partial, tensors, config_files(directory))
             os.replace(partial, out)
-        except BaseException:
+        except OSError as error:
+            raise ConfigError(
+                f"cannot write {out}: {error.strerror}; choose a place that is writable and free"
+            ) from error
+        finally:
             shutil.rmtree(partial, ignore_errors=True)
-            raise
     progress("writing the checkpoint", 1, 1)
     return [out / path.name for path in written]

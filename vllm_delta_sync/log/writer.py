@@ -155,9 +155,9 @@ class LogWriter:
         if found != self._pointer:
             named = f"version {found.version} ({found.manifest})" if found else "nothing that can be read"
             raise RivalWriter(
-                f"{self.log.store.uri}/{names.LATEST} names {named}, not version {self._pointer.version} as this writer "
-                "left it: another publisher writes to this run, or a write that was reported as failed arrived after all; "
-                "stop the other one, or resume from the log"
+                f"{self.log.store.uri}/{names.LATEST} names {named}, not version {self._pointer.version} as this "
+                "writer left it: another publisher writes to this run, or a write that was reported as failed arrived "
+                "after all; stop the other one, or resume from the log"
             )
         try:
             self.log.store.put(names.LATEST, pointer.to_bytes())

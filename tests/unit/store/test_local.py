@@ -1,0 +1,101 @@
+"""The local directory as a store: its URIs, its typed errors, and how it writes."""
+
+from __future__ import annotations
+
+import errno
+import os
+from pathlib import Path
+
+import pytest
+
+from vllm_delta_sync.errors import ConfigError, MalformedObject, NotFound, StoreError, Unauthorized, Unavailable
+from vllm_delta_sync.store import child, open_store
+from vllm_delta_sync.store.local import LocalStore
+
+
+@pytest.mark.parametrize("uri", ["gopher://bucket/x", "://x", ""])
+def test_an_unknown_scheme_is_refused_with_the_known_ones(uri: str) -> None:
+    with pytest.raises(ConfigError, match="file://"):
+        open_store(uri)
+
+
+def test_a_file_uri_with_a_host_is_refused() -> None:
+    with pytest.raises(ConfigError, match="three slashes"):
+        open_store("file://bucket/run")
+
+
+def test_a_path_and_its_uri_are_the_same_store(tmp_path: Path) -> None:
+    place = tmp_path / "with space"
+    open_store(str(place)).put("a", b"x")
+    assert open_store(place.as_uri()).get("a") == b"x"
+    assert child(open_store(str(place)), "run").uri == place.as_uri() + "/run"
+
+
+def test_opening_and_reading_create_nothing(tmp_path: Path) -> None:
+    store = open_store(str(tmp_path / "bucket"))
+    with pytest.raises(NotFound):
+        store.get("RUN")
+    assert list(store.list()) == []
+    assert not any(tmp_path.iterdir())
+
+
+def test_a_file_where_the_directory_should_be_is_not_found(tmp_path: Path) -> None:
+    (tmp_path / "bucket").write_bytes(b"")
+    with pytest.raises(NotFound):
+        open_store(str(tmp_path / "bucket")).get("RUN")
+
+
+def test_a_file_being_written_is_no_object(tmp_path: Path) -> None:
+    (tmp_path / ".writing-1").write_bytes(b"half")
+    store = LocalStore(tmp_path)
+    assert list(store.list()) == []
+    with pytest.raises(MalformedObject, match="being written"):
+        store.get(".writing-1")
+
+
+@pytest.mark.parametrize(
+    ("number", "kind"),
+    [
+        (errno.EACCES, Unauthorized),
+        (errno.EPERM, Unauthorized),
+        (errno.EROFS, Unauthorized),
+        (errno.ENOSPC, Unavailable),
+        (errno.EIO, Unavailable),
+        (errno.ESTALE, Unavailable),
+    ],
+)
+def test_a_failing_disk_is_a_typed_error_and_leaves_the_object(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int, kind: type[StoreError]
+) -> None:
+    store = LocalStore(tmp_path)
+    store.put("v/a", b"old")
+
+    def fail(handle: int) -> None:
+        raise OSError(number, os.strerror(number))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "fsync", fail)
+        with pytest.raises(kind, match="v/a"):
+            store.put("v/a", b"new")
+    assert store.get("v/a") == b"old"
+    assert [path.name for path in (tmp_path / "v").iterdir()] == ["a"]
+
+
+def test_a_segment_too_long_for_the_file_system_is_a_store_error(tmp_path: Path) -> None:
+    with pytest.raises(StoreError, match="too long"):
+        LocalStore(tmp_path).put("a" * 300, b"x")
+
+
+def test_file_and_directory_are_synced_before_put_returns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    synced: list[str] = []
+    real = os.fsync
+
+    def record(handle: int) -> None:
+        synced.append(os.path.basename(os.readlink(f"/proc/self/fd/{handle}")))
+        real(handle)
+
+    monkeypatch.setattr(os, "fsync", record)
+    LocalStore(tmp_path).put("new/a", b"x")
+    assert synced[0] == tmp_path.name
+    assert synced[1].startswith(".writing-")
+    assert synced[2] == "new"
