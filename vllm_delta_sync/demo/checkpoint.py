@@ -147,7 +147,7 @@ def _hugging_face_name(name: str) -> str:
 
 
 def _interleaved_to_halves(values: np.ndarray, heads: int) -> np.ndarray:
-    """llama.cpp rotates neighbouring rows of a head, Hugging Face rows half a head apart; values: [heads · 64, hidden]."""
+    """llama.cpp rotates neighbouring rows of a head, Hugging Face rows half a head apart. f32 [rows, hidden]."""
     rows, columns = values.shape
     return values.reshape(heads, rows // heads // 2, 2, columns).swapaxes(1, 2).reshape(rows, columns)
 

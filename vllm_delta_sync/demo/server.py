@@ -36,6 +36,7 @@ class VllmServer:
         log: file for the server's output.
         tensor_parallel: ranks; each gets one CPU core.
         options: further options of `vllm serve` by their long names, as in its YAML.
+        environment: further environment variables.
         start_timeout_s: seconds until it must be healthy.
     """
 
@@ -46,6 +47,7 @@ class VllmServer:
         *,
         tensor_parallel: int = 1,
         options: Mapping[str, Any] | None = None,
+        environment: Mapping[str, str] | None = None,
         start_timeout_s: float = 300.0,
     ) -> None:
         self.log = log
@@ -62,7 +64,15 @@ class VllmServer:
         }
         self._model = model
         # Rank r computes on core r alone: what is left over belongs to the trainer and the HTTP side.
-        self._cores = "|".join(str(rank) for rank in range(tensor_parallel))
+        self._environment = {
+            **os.environ,
+            "VLLM_CPU_KVCACHE_SPACE": "1",
+            "VLLM_CPU_OMP_THREADS_BIND": "|".join(str(rank) for rank in range(tensor_parallel)),
+            "VLLM_SERVER_DEV_MODE": "1",  # opens /collective_rpc, through which the demo looks at live weights
+            "VLLM_NO_USAGE_STATS": "1",
+            "HF_HUB_OFFLINE": "1",
+            **(environment or {}),
+        }
         self._start_timeout_s = start_timeout_s
         self._process: subprocess.Popen[bytes] | None = None
 
@@ -72,17 +82,14 @@ class VllmServer:
         # By module, not by the `vllm` script: the script may not be on PATH, and this interpreter certainly has vLLM.
         vllm = [sys.executable, "-m", "vllm.entrypoints.cli.main"]
         command = [*vllm, "serve", str(self._model), "--config", str(config)]
-        environment = {
-            **os.environ,
-            "VLLM_CPU_KVCACHE_SPACE": "1",
-            "VLLM_CPU_OMP_THREADS_BIND": self._cores,
-            "VLLM_SERVER_DEV_MODE": "1",  # opens /collective_rpc, through which the demo looks at live weights
-            "VLLM_NO_USAGE_STATS": "1",
-            "HF_HUB_OFFLINE": "1",
-        }
         with self.log.open("wb") as output:
             self._process = subprocess.Popen(
-                command, stdin=subprocess.DEVNULL, stdout=output, stderr=output, env=environment, start_new_session=True
+                command,
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=output,
+                env=self._environment,
+                start_new_session=True,
             )
         try:
             self._wait_until_healthy(self._process)

