@@ -214,15 +214,15 @@ def _find_overwrites(
         if not isinstance(event, Overwrite):
             continue
         where = storages[event.storage].name
-        for read in event.reads:
-            for region in by_storage.get(read, ()):
-                if regions[region] < when:
-                    problems.setdefault(region.tensor, f"the loader computes parts of {where} from it ({event.what})")
         if event.storage in index:
             box = Box.of(event.target)
             for region in index[event.storage].near(box):
                 if regions[region] < when and first_overlap([region.target, box]) is not None:
                     problems.setdefault(region.tensor, f"{where} is rewritten after it was copied there ({event.what})")
+        for read in event.reads:
+            for region in by_storage.get(read, ()):
+                if regions[region] < when:
+                    problems.setdefault(region.tensor, f"the loader computes parts of {where} from it ({event.what})")
 
 
 class _ByOffset:

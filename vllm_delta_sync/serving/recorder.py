@@ -5,13 +5,14 @@ Does not let anything reach live memory while it is active, and does not judge w
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves, tree_map_only
+from torch.utils._pytree import tree_map_only
 
 from vllm_delta_sync.errors import UnsupportedLayout
 from vllm_delta_sync.serving.affine import Box, View
@@ -78,10 +79,10 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        written = list(_written(func, args, kwargs))
+        written = _written(func, args, kwargs)
         if written:
             return self._write(func, args, kwargs, written)
-        inputs = _tensors((args, kwargs))
+        inputs = _tensors((args, list(kwargs.values())))
         names, reads = self._origins(inputs)
         if any(tensor.is_meta for tensor in inputs):
             args, kwargs = _as_meta(args, kwargs)
@@ -128,7 +129,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 self._aliases[key] = _Alias(alias.tensor, _view(inputs[0]).offset + alias.shift)
 
     def _write(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], written: list[torch.Tensor]) -> Any:
-        inputs = _tensors((args, kwargs))
+        inputs = _tensors((args, list(kwargs.values())))
         values = [tensor for tensor in inputs if not any(tensor is target for target in written)]
         names, reads = self._origins(values)
         for target in written:
@@ -201,16 +202,24 @@ def _view(tensor: torch.Tensor) -> View:
     return View(int(tensor.storage_offset()), tuple(map(int, tensor.shape)), tuple(map(int, tensor.stride())))
 
 
-def _tensors(tree: Any) -> list[torch.Tensor]:
-    return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, torch.Tensor)]
+def _tensors(value: Any) -> list[torch.Tensor]:
+    """The tensors among an op's arguments or results, which nest in lists and tuples only."""
+    if isinstance(value, torch.Tensor):
+        return [value]
+    if isinstance(value, (list, tuple)):
+        return [tensor for item in value for tensor in _tensors(item)]
+    return []
 
 
-def _written(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Iterator[torch.Tensor]:
-    """The arguments that the op's schema says it writes to."""
-    for position, argument in enumerate(func._schema.arguments):
-        if argument.alias_info is not None and argument.alias_info.is_write:
-            value = args[position] if position < len(args) else kwargs.get(argument.name)
-            yield from _tensors(value)
+@cache
+def _written_arguments(func: Any) -> tuple[tuple[int, str], ...]:
+    """Position and name of the arguments that the op's schema says it writes to."""
+    arguments = enumerate(func._schema.arguments)
+    return tuple((i, arg.name) for i, arg in arguments if arg.alias_info is not None and arg.alias_info.is_write)
+
+
+def _written(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[torch.Tensor]:
+    return _tensors([args[i] if i < len(args) else kwargs.get(name) for i, name in _written_arguments(func)])
 
 
 def _same_order(source: torch.Tensor, out: torch.Tensor) -> bool:

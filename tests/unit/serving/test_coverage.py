@@ -19,7 +19,9 @@ def rows(name: str, shape: tuple[int, int], start: int, count: int, *, pitch: in
 
 
 def columns(name: str, shape: tuple[int, int], start: int, count: int) -> Region:
-    return compose(name, View(start, (shape[0], count), (shape[1], 1)), View(0, (shape[0], count), (count, 1)), 0, "BF16")
+    return compose(
+        name, View(start, (shape[0], count), (shape[1], 1)), View(0, (shape[0], count), (count, 1)), 0, "BF16"
+    )
 
 
 def spec(name: str, *shape: int) -> TensorSpec:

@@ -30,7 +30,7 @@ def pairs(region: Region) -> set[tuple[int, int]]:
 
 @st.composite
 def loader_views(draw: st.DrawFn) -> tuple[torch.Tensor, torch.Tensor]:
-    """A view of a checkpoint tensor (values: their positions) and the live view of the same shape that it is copied to."""
+    """A view of a checkpoint tensor (values: their positions) and the live view that it is copied to."""
     shape = draw(st.lists(st.integers(1, 5), min_size=0, max_size=4))
     source = torch.arange(int(np.prod(shape)), dtype=torch.int64).reshape(shape)
     for _ in range(draw(st.integers(0, 3))):
