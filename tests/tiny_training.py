@@ -5,6 +5,7 @@ Holds no assertions.
 
 from __future__ import annotations
 
+import hashlib
 import threading
 from collections.abc import Callable, Iterable, Iterator
 
@@ -107,3 +108,8 @@ def logged(store: Store, version: int | None = None, base: object = None) -> Sta
     log = DeltaLog.open(store)
     found = log.materialize(log.tip().version if version is None else version, base)  # type: ignore[arg-type]
     return {name: np.ascontiguousarray(bits).tobytes() for name, (_, bits) in found.items()}
+
+
+def digest(state: State) -> str:
+    """A SHA-256 (hex) that is the same exactly for equal states."""
+    return hashlib.sha256(repr(sorted(state.items())).encode()).hexdigest()
