@@ -14,7 +14,7 @@ static_assert(__BYTE_ORDER__ == __ORDER_LITTLE_ENDIAN__, "units and streams are 
 
 namespace vds {
 
-constexpr int kAbiVersion = 1;
+constexpr int kAbiVersion = 2;
 constexpr int kLanes = 4;
 constexpr int64_t kBlock = 1024;  // units that share one R
 
@@ -28,6 +28,20 @@ VDS_HD constexpr uint64_t mix64(uint64_t v) {
 // T_lane[unit], unit in [0, kBlock).
 VDS_HD constexpr int16_t unit_key(int lane, int64_t unit) {
   return static_cast<int16_t>(static_cast<uint16_t>(mix64(static_cast<uint64_t>(unit) + 1) >> (16 * lane)) | 1u);
+}
+
+// A bijection of 16 bits whose differences depend on where it is: q(u + d) - q(u) is not a function of d alone. So a change that
+// was coded as a step from the old value has another effect on the hash when it is applied to a wrong old value.
+VDS_HD constexpr uint16_t quadratic(uint16_t u) { return static_cast<uint16_t>(u * (2u * u + 1u)); }
+VDS_HD constexpr uint16_t swap_bytes(uint16_t u) { return static_cast<uint16_t>(u << 8 | u >> 8); }
+
+// What lanes 0 and 1, and what lanes 2 and 3, read of a unit.
+struct Readings {
+  int16_t once, twice;
+};
+VDS_HD constexpr Readings readings(uint16_t unit) {
+  const uint16_t once = quadratic(unit);
+  return {static_cast<int16_t>(once), static_cast<int16_t>(quadratic(swap_bytes(once)))};
 }
 
 struct Seed {

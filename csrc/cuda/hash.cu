@@ -66,6 +66,7 @@ __global__ void __launch_bounds__(kThreads) hash(Units units, int64_t n, int64_t
     for (int b = 0; b < batch; ++b) {
       const int64_t at = (first_block + base + b) * kBlock + place - first;
       int u[kPer];
+      vds::Readings read[kPer];
       if (at >= 0 && at + kPer <= n) {
         load8(units, at, aligned, u);
       } else {
@@ -73,10 +74,13 @@ __global__ void __launch_bounds__(kThreads) hash(Units units, int64_t n, int64_t
         for (int i = 0; i < kPer; ++i) u[i] = at + i >= 0 && at + i < n ? units.unit(at + i) : 0;
       }
 #pragma unroll
+      for (int i = 0; i < kPer; ++i) read[i] = vds::readings(static_cast<uint16_t>(u[i]));
+#pragma unroll
       for (int l = 0; l < kLanes; ++l) {
         uint32_t sum = 0;
 #pragma unroll
-        for (int i = 0; i < kPer; ++i) sum += static_cast<uint32_t>(u[i] * static_cast<int>(keys[l][i]));
+        for (int i = 0; i < kPer; ++i)
+          sum += static_cast<uint32_t>((l < 2 ? read[i].once : read[i].twice) * static_cast<int>(keys[l][i]));
         total.v[l] += sum * block_keys[b].v[l];
       }
     }

@@ -25,19 +25,27 @@ def _mix64(v: int) -> int:
     return z ^ z >> 31
 
 
+def _quadratic(u: int) -> int:
+    return u * (2 * u + 1) & 0xFFFF
+
+
 def by_definition(bits: np.ndarray, start: int, seed: Seed) -> list[int]:
     """docs/protocol.md, *State hash*, a unit at a time in Python integers."""
     if bits.itemsize == 1:
         units, first = [int(u) for u in bits], start
     else:
-        units, first = [int(u) for u in bits.view(np.int16)], start * (bits.itemsize // 2)
+        units, first = [int(u) for u in bits.view(np.uint16)], start * (bits.itemsize // 2)
     lanes = [0] * 4
-    for i, s in enumerate(units, first):
+    for i, u in enumerate(units, first):
+        once = _quadratic(u)
+        twice = _quadratic(once << 8 & 0xFFFF | once >> 8)
         y, z = _mix64(seed.a + i // 1024 & M64), _mix64(seed.b + i // 1024 & M64)
         x = _mix64(i % 1024 + 1)
         for lane, r in enumerate([y & 0xFFFFFFFF, y >> 32, z & 0xFFFFFFFF, z >> 32]):
             t = x >> 16 * lane & 0xFFFF | 1
             t -= (t & 0x8000) << 1
+            s = once if lane < 2 else twice
+            s -= (s & 0x8000) << 1
             lanes[lane] = lanes[lane] + (r | 1) * t * s & 0xFFFFFFFF
     return lanes
 
@@ -121,6 +129,12 @@ def test_a_strided_box_hashes_as_its_elements_do(
     assert np.array_equal(lanes, want)
 
 
+def test_a_long_run_hashes_as_its_short_parts_do(native: ModuleType) -> None:
+    bits = random_bits(np.uint16, 150_001)
+    parts = [native.hash_run(bits[a : a + 999], 5 + a, SEED) for a in range(0, bits.size, 999)]
+    assert np.array_equal(np.sum(parts, axis=0, dtype=np.uint32), native.hash_run(bits, 5, SEED))
+
+
 @pytest.mark.parametrize("dtype", WIDTHS)
 def test_one_flipped_bit_changes_every_lane(native: ModuleType, dtype: type) -> None:
     bits = random_bits(dtype, 2000)
@@ -134,3 +148,18 @@ def test_one_flipped_bit_changes_every_lane(native: ModuleType, dtype: type) -> 
 def test_the_read_probe_sums_whole_words(native: ModuleType) -> None:
     data = random_bits(np.uint8, 8 * 1000 + 5)
     assert native.read_sum(data) == int(data[:8000].view(np.uint64).sum(dtype=np.uint64))
+
+
+def test_a_step_from_a_wrong_old_value_has_another_effect(native: ModuleType) -> None:
+    right = np.arange(0x3C00, 0x3C80, dtype=np.uint16)
+    steps = np.full(right.size, 1, np.uint16)
+    positions = np.zeros(1, np.uint32)
+    for bit in range(14):
+        for at in range(0, right.size, 32):
+            old = right[at : at + 1]
+            wrong = old ^ np.uint16(1 << bit)
+            effects = [
+                native.hash_changes(positions, 7, value, native.apply_steps(value, steps[at : at + 1]), SEED)
+                for value in (old, wrong)
+            ]
+            assert (effects[0] != effects[1]).any()
