@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 import vllm_delta_sync
 
-ABI_VERSION = 1  # kAbiVersion of csrc/vds_core.h
+ABI_VERSION = 2  # kAbiVersion of csrc/vds_core.h
 
 _U8, _U16, _U32, _I64 = POINTER(c_uint8), POINTER(c_uint16), POINTER(c_uint32), POINTER(c_int64)
 

@@ -47,9 +47,17 @@ def block_keys(blocks: U64, seed: Seed) -> U64:
     return np.stack([y & low, y >> high, z & low, z >> high], axis=1) | np.uint64(1)
 
 
-def _units(bits: Bits) -> NDArray[np.int16]:
-    """The elements' 16-bit units, lowest first, read as signed."""
-    return bits.astype(np.uint16).view(np.int16) if bits.dtype.itemsize == 1 else bits.view(np.int16)
+def _readings(bits: Bits) -> NDArray[np.int16]:
+    """What each lane reads of the elements' 16-bit units, lowest unit first: int16 [units, 4]."""
+    units = bits.astype(np.uint16) if bits.dtype.itemsize == 1 else bits.view(np.uint16)
+    once = _quadratic(units)
+    twice = _quadratic(once << np.uint16(8) | once >> np.uint16(8))
+    return np.stack([once, once, twice, twice], axis=1).view(np.int16)
+
+
+def _quadratic(u: NDArray[np.uint16]) -> NDArray[np.uint16]:
+    """u · (2u + 1) mod 2**16, a bijection."""
+    return u * (u + u + np.uint16(1))
 
 
 def _units_per(width: int) -> int:
@@ -67,27 +75,27 @@ def hash_run(bits: Bits, start: int, seed: Seed) -> U32:
         raise ValueError(f"start {start} is negative")
     total = np.zeros(LANES, np.uint64)
     for at in range(0, bits.size, CHUNK):
-        total += _hash_units(_units(bits[at : at + CHUNK]), (start + at) * _units_per(width), seed)
+        total += _hash_units(_readings(bits[at : at + CHUNK]), (start + at) * _units_per(width), seed)
     return _lanes(total)
 
 
-def _hash_units(units: NDArray[np.int16], first: int, seed: Seed) -> U64:
+def _hash_units(readings: NDArray[np.int16], first: int, seed: Seed) -> U64:
     """Unreduced lanes (u64 [4], each a sum mod 2**64) of the units from unit `first` on."""
     lead = first % BLOCK
-    blocks = (lead + units.size + BLOCK - 1) // BLOCK
-    padded = np.zeros(blocks * BLOCK, np.float64)
-    padded[lead : lead + units.size] = units
+    blocks = (lead + len(readings) + BLOCK - 1) // BLOCK
+    padded = np.zeros((blocks * BLOCK, LANES), np.float64)
+    padded[lead : lead + len(readings)] = readings
     # Exact in double: |s·T| ≤ 2**30 and 1024 of them stay below 2**53.
-    partial = (padded.reshape(blocks, BLOCK) @ _KEYS_F64).astype(np.int64).view(np.uint64)
+    partial = np.einsum("bul,ul->bl", padded.reshape(blocks, BLOCK, LANES), _KEYS_F64).astype(np.int64).view(np.uint64)
     keys = block_keys(np.arange(blocks, dtype=np.uint64) + np.uint64(first // BLOCK), seed)
     total: U64 = (partial * keys).sum(axis=0, dtype=np.uint64)
     return total
 
 
-def _hash_scattered(indices: U64, units: NDArray[np.int64], seed: Seed) -> U64:
-    """Unreduced lanes of signed values (units or differences of units) at unit indices, in any order."""
+def _hash_scattered(indices: U64, readings: NDArray[np.int64], seed: Seed) -> U64:
+    """Unreduced lanes of readings (or differences of readings) int64 [n, 4] at unit indices, in any order."""
     keys = block_keys(indices // np.uint64(BLOCK), seed) * _KEYS_U64[indices % np.uint64(BLOCK)]
-    total: U64 = (keys * units.view(np.uint64)[:, None]).sum(axis=0, dtype=np.uint64)
+    total: U64 = (keys * readings.view(np.uint64)).sum(axis=0, dtype=np.uint64)
     return total
 
 
@@ -105,7 +113,7 @@ def hash_changes(positions: U32, start: int, old: Bits, new: Bits, seed: Seed) -
     total = np.zeros(LANES, np.uint64)
     for at in range(0, old.size, CHUNK):
         part = slice(at, at + CHUNK)
-        difference = _units(new[part]).astype(np.int64) - _units(old[part])
+        difference = _readings(new[part]).astype(np.int64) - _readings(old[part])
         elements = positions[part].astype(np.uint64) + np.uint64(start)
         total += _hash_scattered(_unit_indices(elements, width), difference, seed)
     return _lanes(total)
@@ -156,6 +164,6 @@ def hash_strided(
             for offset, source in zip(offsets.tolist(), sources.tolist(), strict=True):
                 total += hash_run(live[offset : offset + inner], source, seed)
         else:
-            units = _units(live[offsets]).astype(np.int64)
-            total += _hash_scattered(_unit_indices(sources.astype(np.uint64), width), units, seed)
+            readings = _readings(live[offsets]).astype(np.int64)
+            total += _hash_scattered(_unit_indices(sources.astype(np.uint64), width), readings, seed)
     return _lanes(total)

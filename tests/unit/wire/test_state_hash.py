@@ -34,9 +34,12 @@ def plain_hash(spec: TensorSpec, raw: bytes) -> list[int]:
     for i, unit in enumerate(units):
         halves = [mix64((seed + i // 1024) & MASK) >> shift & 0xFFFFFFFF for seed in seeds for shift in (0, 32)]
         table = mix64(i % 1024 + 1)
+        once = unit * (2 * unit + 1) & 0xFFFF
+        swapped = once << 8 & 0xFFFF | once >> 8
+        twice = swapped * (2 * swapped + 1) & 0xFFFF
         for lane in range(4):
             key = signed(table >> 16 * lane & 0xFFFF | 1)
-            lanes[lane] += (halves[lane] | 1) * key * signed(unit)
+            lanes[lane] += (halves[lane] | 1) * key * signed(once if lane < 2 else twice)
     return [lane % (1 << 32) for lane in lanes]
 
 

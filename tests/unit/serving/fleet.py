@@ -1,0 +1,177 @@
+"""A little fused model on several ranks, its trainer's view, and the ranks' side of a log; no vLLM, no threads.
+
+The loader fuses q, k and v, splits by rank along dim 0 and dim 1, replicates the norm, widens a bias and pads the
+vocabulary: what vLLM's own loaders do, small enough to read.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from vllm_delta_sync import Publisher, kernels
+from vllm_delta_sync.log import DeltaLog
+from vllm_delta_sync.serving import messages as msg
+from vllm_delta_sync.serving.coverage import cover
+from vllm_delta_sync.serving.locate import locate
+from vllm_delta_sync.serving.messages import Ref
+from vllm_delta_sync.serving.proof import Proof
+from vllm_delta_sync.serving.rank import Rank
+
+HIDDEN, VOCABULARY, PADDED = 16, 10, 12
+
+
+def weights(seed: int = 0) -> dict[str, torch.Tensor]:
+    """The trainer's tensors, bf16."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def random(*shape: int) -> torch.Tensor:
+        return torch.randn(shape, generator=generator).to(torch.bfloat16)
+
+    return {
+        "embed": random(VOCABULARY, HIDDEN),
+        "q": random(8, HIDDEN),
+        "k": random(4, HIDDEN),
+        "v": random(4, HIDDEN),
+        "o": random(HIDDEN, 8),
+        "norm": random(HIDDEN),
+        "bias": random(HIDDEN),
+        "scale": random(),
+    }
+
+
+def train(state: dict[str, torch.Tensor], seed: int) -> None:
+    """One step: a few elements of every tensor move, some by far."""
+    generator = torch.Generator().manual_seed(seed)
+    for tensor in state.values():
+        flat = tensor.view(-1)
+        hit = torch.rand(flat.shape, generator=generator) < 0.2
+        hit[0] = True
+        flat[hit] = (flat[hit].float() * (1 + torch.randn(int(hit.sum()), generator=generator) * 0.1)).to(
+            torch.bfloat16
+        )
+
+
+class ServedModel(torch.nn.Module):
+    """One rank of two."""
+
+    def __init__(self, rank: int, ranks: int) -> None:
+        super().__init__()
+        self.rank, self.ranks = rank, ranks
+
+        def parameter(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.nn.Parameter:
+            return torch.nn.Parameter(torch.zeros(*shape, dtype=dtype), requires_grad=False)
+
+        self.embed = parameter(PADDED // ranks, HIDDEN)
+        self.qkv = parameter(16 // ranks, HIDDEN)
+        self.o = parameter(HIDDEN, 8 // ranks)
+        self.norm = parameter(HIDDEN)
+        self.bias = parameter(HIDDEN, dtype=torch.float32)
+        self.scale = torch.nn.Parameter(torch.zeros((), dtype=torch.bfloat16), requires_grad=False)
+
+    def load_weights(self, given: Iterable[tuple[str, torch.Tensor]]) -> set[str]:
+        loaded = set()
+        for name, tensor in given:
+            if name in ("q", "k", "v"):
+                rows = tensor.shape[0] // self.ranks
+                first = {"q": 0, "k": 8 // self.ranks, "v": 12 // self.ranks}[name]
+                self.qkv.data[first : first + rows].copy_(tensor[self.rank * rows : (self.rank + 1) * rows])
+            elif name == "embed":
+                per_rank = PADDED // self.ranks
+                part = tensor[self.rank * per_rank : min((self.rank + 1) * per_rank, VOCABULARY)]
+                self.embed.data[: part.shape[0]].copy_(part)
+                self.embed.data[part.shape[0] :].fill_(0)
+            elif name == "o":
+                columns = tensor.shape[1] // self.ranks
+                self.o.data.copy_(tensor.narrow(1, self.rank * columns, columns))
+            elif name in ("norm", "bias", "scale"):
+                getattr(self, name).data.copy_(tensor)
+            loaded.add(name)
+        return loaded
+
+
+class Fleet:
+    """Ranks that follow one log by hand.
+
+    Args:
+        bucket: where the log is.
+        served: what the ranks have loaded.
+        policy: which kernels patch.
+    """
+
+    def __init__(self, bucket: Path, served: dict[str, torch.Tensor], ranks: int = 2, policy: str = "auto") -> None:
+        self.log = DeltaLog.open(bucket)
+        self.models = [ServedModel(rank, ranks) for rank in range(ranks)]
+        for model in self.models:
+            model.load_weights(served.items())
+        self.ranks = [Rank(rank, lambda device: kernels.select(policy, device)) for rank in range(ranks)]  # type: ignore[arg-type]
+
+    def refs(self) -> list[Ref]:
+        """Of all versions, from the base to the tip."""
+        tip = self.log.tip()
+        manifests = self.log.chain(-1, tip)
+        parents = [manifest.parent for manifest in manifests[1:]] + [self.log.latest().ref]
+        return [Ref(m.version, p.key, p.sha256) for m, p in zip(manifests, parents, strict=True) if p is not None]
+
+    def join(self) -> msg.Located:
+        """Load the base, trace, prove, locate."""
+        refs = self.refs()
+        layouts = []
+        for rank, model in zip(self.ranks, self.models, strict=True):
+            rank.load_base(self.log, refs[0])
+            layouts.append(rank.trace(model))
+        base = self.ranks[0].base
+        assert base is not None
+        coverage = cover([layout.regions for layout in layouts], base.tensors)
+        self.proof = Proof(coverage, [len(layout.regions) for layout in layouts], [s.name for s in base.tensors])
+        lanes = self.proof.sum({rank.number: rank.prove().lanes for rank in self.ranks})
+        located = locate(self.log, base, refs, lanes, self.proof.skipped)
+        if located.version is not None:
+            for rank in self.ranks:
+                rank.join(refs[located.version])
+        return located
+
+    def stage(self, ref: Ref) -> None:
+        """On every rank, and check the effect on the hash."""
+        staged = [rank.stage(ref) for rank in self.ranks]
+        lanes = {r: self.proof.dense(r, reply.regions, reply.lanes) for r, reply in enumerate(staged)}
+        self.proof.check_effects(lanes, staged[0].tensors, staged[0].effects)
+
+    def commit(self, version: int) -> None:
+        for rank, model in zip(self.ranks, self.models, strict=True):
+            rank.commit(version, model)
+
+    def follow(self) -> None:
+        """Up to the tip."""
+        for ref in self.refs():
+            if ref.version > (self.ranks[0].version or 0):
+                self.stage(ref)
+                self.commit(ref.version)
+
+    def serves(self, state: dict[str, torch.Tensor]) -> bool:
+        """Whether every live bit is the one that loading `state` anew gives."""
+        for model in self.models:
+            fresh = ServedModel(model.rank, model.ranks)
+            fresh.load_weights(state.items())
+            for live, wanted in zip(model.parameters(), fresh.parameters(), strict=True):
+                if not np.array_equal(_bits(live), _bits(wanted)):
+                    return False
+        return True
+
+
+def publish(bucket: Path, state: dict[str, torch.Tensor], steps: int) -> list[dict[str, torch.Tensor]]:
+    """Begin a run at `state`, train and publish; returns the state at every version."""
+    states = [{name: tensor.clone() for name, tensor in state.items()}]
+    with Publisher.open(bucket, base=state) as publisher:
+        for step in range(1, steps + 1):
+            train(state, step)
+            publisher.publish(state, step=step)
+            states.append({name: tensor.clone() for name, tensor in state.items()})
+    return states
+
+
+def _bits(tensor: torch.Tensor) -> np.ndarray[tuple[int, ...], np.dtype[np.uint8]]:
+    return tensor.detach().reshape(-1).view(torch.uint8).numpy()
