@@ -5,6 +5,7 @@ Holds no assertions.
 
 from __future__ import annotations
 
+import shutil
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -120,3 +121,11 @@ def build(directory: Path, versions: int = 3, *, anchor: bool = False) -> TinyLo
     for version in range(1, versions + 1):
         tiny.publish(changed_model(tiny.models[-1], version), step=10 * version)
     return tiny
+
+
+def copy(template: TinyLog, directory: Path) -> TinyLog:
+    """The same log in another directory, to be damaged; version 0 still names the template's base."""
+    bucket, base = directory / "bucket", directory / "base"
+    shutil.copytree(template.bucket, bucket)
+    shutil.copytree(template.base, base)
+    return TinyLog(bucket, base, LogWriter.attach(DeltaLog.open(str(bucket))), list(template.models))

@@ -81,7 +81,10 @@ def read_tensors(found: Columns, what: str) -> tuple[TensorSpec, ...]:
         raise MalformedObject(f"{what}: tensors.rank does not add up to the {len(found['tensors.shape'])} sizes listed")
     sizes, tensors, first = found["tensors.shape"].tolist(), [], 0
     for name, code, rank in zip(names, found["tensors.dtype"].tolist(), ranks.tolist(), strict=True):
-        tensors.append(TensorSpec(name, dtypes.by_code(code).name, tuple(sizes[first : first + rank])))
+        try:
+            tensors.append(TensorSpec(name, dtypes.by_code(code).name, tuple(sizes[first : first + rank])))
+        except MalformedObject as error:
+            raise MalformedObject(f"{what}: {error}") from None
         first += rank
     for left, right in itertools.pairwise(names):
         if left.encode() >= right.encode():

@@ -82,9 +82,12 @@ def _entry(name: str, value: object, data_start: int, what: str) -> Entry:
     dtype, shape, offsets = value["dtype"], value["shape"], value["data_offsets"]
     if not (isinstance(dtype, str) and isinstance(shape, list) and isinstance(offsets, list) and len(offsets) == 2):
         raise MalformedObject(f"{where} has a field of the wrong type")
-    width = _WIDE.get(dtype) or dtypes.by_name(dtype).width
-    # A spec of bytes checks name, rank, sizes and the product; the width joins as one more dimension.
-    nbytes = TensorSpec(name, "U8", (*shape, width)).nbytes
+    try:
+        width = _WIDE.get(dtype) or dtypes.by_name(dtype).width
+        # A spec of bytes checks name, rank, sizes and the product; the width joins as one more dimension.
+        nbytes = TensorSpec(name, "U8", (*shape, width)).nbytes
+    except MalformedObject as error:
+        raise MalformedObject(f"{what}: {error}") from None
     if any(type(offset) is not int or offset < 0 for offset in offsets) or offsets[1] - offsets[0] != nbytes:
         raise MalformedObject(f"{where}: data_offsets {offsets} do not span its {nbytes} bytes")
     return Entry(dtype, tuple(shape), data_start + offsets[0], data_start + offsets[1])

@@ -15,7 +15,13 @@ sys.path.append(str(next(parent for parent in Path(__file__).parents if parent.n
 import tiny_log
 
 
+@pytest.fixture(scope="session")
+def template(tmp_path_factory: pytest.TempPathFactory) -> tiny_log.TinyLog:
+    """Built once, because every write is synced to the disk; never changed."""
+    return tiny_log.build(tmp_path_factory.mktemp("template"))
+
+
 @pytest.fixture
-def tiny(tmp_path: Path) -> tiny_log.TinyLog:
-    """A log of three versions after its base."""
-    return tiny_log.build(tmp_path)
+def tiny(template: tiny_log.TinyLog, tmp_path: Path) -> tiny_log.TinyLog:
+    """A log of three versions after its base, the test's own."""
+    return tiny_log.copy(template, tmp_path)
