@@ -10,6 +10,7 @@ namespace {
 using vds::kBlock;
 using vds::kLanes;
 using vds::Lanes;
+using vds::Readings;
 using vds::Seed;
 
 constexpr int kMaxRank = 16;
@@ -23,49 +24,37 @@ struct KeyTable {
 };
 constexpr KeyTable kKeys;
 
-// What the lanes read of up to kBlock units. Compiled to pmullw.
-VDS_CLONES void read_units(const int16_t* __restrict units, int64_t n, int16_t* __restrict once, int16_t* __restrict twice) {
-  for (int64_t i = 0; i < n; ++i) {
-    const uint16_t u = static_cast<uint16_t>(units[i]);
-    const uint16_t a = static_cast<uint16_t>(u * static_cast<uint16_t>(u + u + 1));
-    const uint16_t r = static_cast<uint16_t>(static_cast<uint16_t>(a << 8) | static_cast<uint16_t>(a >> 8));
-    once[i] = static_cast<int16_t>(a);
-    twice[i] = static_cast<int16_t>(r * static_cast<uint16_t>(r + r + 1));
-  }
-}
-
-struct Block {
-  alignas(64) int16_t once[kBlock], twice[kBlock];
-};
-
-// Σ T[first + i] · reading(units[i]) per lane, within one block. Compiled to pmaddwd; sums wrap mod 2^32 (-fwrapv), as the hash does.
-VDS_CLONES void dot(const Block& read, int64_t first, int64_t n, Lanes* out) {
+// Σ T[first + i] · reading(units[i]) per lane, within one block. Compiled to pmullw and pmaddwd; sums wrap mod 2^32 (-fwrapv), as
+// the hash does.
+VDS_CLONES void dot(const int16_t* __restrict units, int64_t first, int64_t n, Lanes* out) {
   const int16_t* __restrict t0 = kKeys.lane[0] + first;
   const int16_t* __restrict t1 = kKeys.lane[1] + first;
   const int16_t* __restrict t2 = kKeys.lane[2] + first;
   const int16_t* __restrict t3 = kKeys.lane[3] + first;
   int32_t s0 = 0, s1 = 0, s2 = 0, s3 = 0;
   for (int64_t i = 0; i < n; ++i) {
-    s0 += read.once[i] * t0[i];
-    s1 += read.once[i] * t1[i];
-    s2 += read.twice[i] * t2[i];
-    s3 += read.twice[i] * t3[i];
+    const Readings r = vds::readings(static_cast<uint16_t>(units[i]));
+    s0 += r.once * t0[i];
+    s1 += r.once * t1[i];
+    s2 += r.twice * t2[i];
+    s3 += r.twice * t3[i];
   }
   *out = {{static_cast<uint32_t>(s0), static_cast<uint32_t>(s1), static_cast<uint32_t>(s2), static_cast<uint32_t>(s3)}};
 }
 
 // The same for two whole blocks: each key is loaded once for both.
-VDS_CLONES void dot_two(const Block& one, const Block& two, Lanes* out) {
+VDS_CLONES void dot_two(const int16_t* __restrict one, const int16_t* __restrict two, Lanes* out) {
   int32_t a0 = 0, a1 = 0, a2 = 0, a3 = 0, b0 = 0, b1 = 0, b2 = 0, b3 = 0;
   for (int64_t i = 0; i < kBlock; ++i) {
-    a0 += one.once[i] * kKeys.lane[0][i];
-    a1 += one.once[i] * kKeys.lane[1][i];
-    a2 += one.twice[i] * kKeys.lane[2][i];
-    a3 += one.twice[i] * kKeys.lane[3][i];
-    b0 += two.once[i] * kKeys.lane[0][i];
-    b1 += two.once[i] * kKeys.lane[1][i];
-    b2 += two.twice[i] * kKeys.lane[2][i];
-    b3 += two.twice[i] * kKeys.lane[3][i];
+    const Readings a = vds::readings(static_cast<uint16_t>(one[i])), b = vds::readings(static_cast<uint16_t>(two[i]));
+    a0 += a.once * kKeys.lane[0][i];
+    a1 += a.once * kKeys.lane[1][i];
+    a2 += a.twice * kKeys.lane[2][i];
+    a3 += a.twice * kKeys.lane[3][i];
+    b0 += b.once * kKeys.lane[0][i];
+    b1 += b.once * kKeys.lane[1][i];
+    b2 += b.twice * kKeys.lane[2][i];
+    b3 += b.twice * kKeys.lane[3][i];
   }
   out[0] = {{static_cast<uint32_t>(a0), static_cast<uint32_t>(a1), static_cast<uint32_t>(a2), static_cast<uint32_t>(a3)}};
   out[1] = {{static_cast<uint32_t>(b0), static_cast<uint32_t>(b1), static_cast<uint32_t>(b2), static_cast<uint32_t>(b3)}};
@@ -79,7 +68,6 @@ void fold(Lanes& total, const Lanes& sums, Seed seed, int64_t block) {
 // Adds the units first … first+n-1 of a tensor.
 void add_units(Lanes& total, const int16_t* units, int64_t first, int64_t n, Seed seed) {
   constexpr int64_t worthwhile = 32;  // blocks of which two halves lie far enough apart: memory delivers more when read in two places
-  Block one, two;
   Lanes sums[2];
   while (n > 0) {
     const int64_t lead = first % kBlock, block = first / kBlock;
@@ -87,17 +75,14 @@ void add_units(Lanes& total, const int16_t* units, int64_t first, int64_t n, See
     if (lead == 0 && n >= worthwhile * kBlock) {
       const int64_t half = n / kBlock / 2;
       for (int64_t b = 0; b < half; ++b) {
-        read_units(units + b * kBlock, kBlock, one.once, one.twice);
-        read_units(units + (half + b) * kBlock, kBlock, two.once, two.twice);
-        dot_two(one, two, sums);
+        dot_two(units + b * kBlock, units + (half + b) * kBlock, sums);
         fold(total, sums[0], seed, block + b);
         fold(total, sums[1], seed, block + half + b);
       }
       taken = 2 * half * kBlock;
     } else {
       taken = kBlock - lead < n ? kBlock - lead : n;
-      read_units(units, taken, one.once, one.twice);
-      dot(one, lead, taken, sums);
+      dot(units, lead, taken, sums);
       fold(total, sums[0], seed, block);
     }
     units += taken;
