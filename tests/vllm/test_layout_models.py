@@ -24,7 +24,7 @@ from tests.vllm.engine_free import (
     trace_rank,
     vllm_config_of,
 )
-from vllm_delta_sync.errors import UnsupportedLayout
+from vllm_delta_sync.errors import UnsupportedEngine, UnsupportedLayout
 from vllm_delta_sync.serving.coverage import cover
 from vllm_delta_sync.serving.layout import Layout
 from vllm_delta_sync.serving.platform_cpu import keep_weights_patchable
@@ -166,6 +166,21 @@ def test_weights_stay_where_they_were_loaded_when_vllm_prepares_them_on_cpu(name
     layout = trace_rank(model, checkpoint, 0, 1)
     assert (layout.unmapped, layout.unsupported) == ((), ())
     assert_read_back(layout, model, checkpoint)
+
+
+@pytest.mark.parametrize(
+    ("module", "name"),
+    [
+        ("vllm.model_executor.layers.utils", "dispatch_cpu_unquantized_gemm"),
+        ("vllm.model_executor.layers.fused_moe.experts.cpu_moe", "cpu_fused_moe"),
+    ],
+)
+def test_a_vllm_without_the_function_to_replace_is_refused_by_its_name(
+    module: str, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delattr(f"{module}.{name}")
+    with pytest.raises(UnsupportedEngine, match=name):
+        keep_weights_patchable()
 
 
 def test_experts_packed_at_each_call_compute_what_experts_packed_once_do() -> None:

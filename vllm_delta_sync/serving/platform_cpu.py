@@ -23,8 +23,8 @@ def keep_weights_patchable() -> str | None:
     """Turn packing off for every model loaded by this process from now on; may be called again.
 
     vLLM's CPU backend otherwise replaces the weight of a linear layer by an empty tensor and computes with a packed
-    copy, and stores expert weights in another order under the same shape. The price is speed: packing experts is work of
-    the size of the layer, at every step.
+    copy, and stores expert weights in another order under the same shape. The price is speed: packing experts is work
+    of the size of the layer, at every step.
 
     Returns:
         The line to log, or None when this is not vLLM's CPU platform.

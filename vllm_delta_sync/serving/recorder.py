@@ -82,9 +82,10 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         written = _written(func, args, kwargs)
         if written:
             return self._write(func, args, kwargs, written)
-        inputs = _tensors((args, list(kwargs.values())))
+        inputs = _tensors(*args, *kwargs.values())
         names, reads = self._origins(inputs)
-        if any(tensor.is_meta for tensor in inputs):
+        on_meta = [tensor.is_meta for tensor in inputs]
+        if any(on_meta) and (kwargs or not all(on_meta)):
             args, kwargs = _as_meta(args, kwargs)
         out = func(*args, **kwargs)
         outputs = _tensors(out)
@@ -129,7 +130,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 self._aliases[key] = _Alias(alias.tensor, _view(inputs[0]).offset + alias.shift)
 
     def _write(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], written: list[torch.Tensor]) -> Any:
-        inputs = _tensors((args, list(kwargs.values())))
+        inputs = _tensors(*args, *kwargs.values())
         values = [tensor for tensor in inputs if not any(tensor is target for target in written)]
         names, reads = self._origins(values)
         for target in written:
@@ -202,13 +203,15 @@ def _view(tensor: torch.Tensor) -> View:
     return View(int(tensor.storage_offset()), tuple(map(int, tensor.shape)), tuple(map(int, tensor.stride())))
 
 
-def _tensors(value: Any) -> list[torch.Tensor]:
+def _tensors(*values: Any) -> list[torch.Tensor]:
     """The tensors among an op's arguments or results, which nest in lists and tuples only."""
-    if isinstance(value, torch.Tensor):
-        return [value]
-    if isinstance(value, (list, tuple)):
-        return [tensor for item in value for tensor in _tensors(item)]
-    return []
+    found: list[torch.Tensor] = []
+    for value in values:
+        if isinstance(value, torch.Tensor):
+            found.append(value)
+        elif isinstance(value, (list, tuple)):
+            found += _tensors(*value)
+    return found
 
 
 @cache
@@ -219,7 +222,7 @@ def _written_arguments(func: Any) -> tuple[tuple[int, str], ...]:
 
 
 def _written(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[torch.Tensor]:
-    return _tensors([args[i] if i < len(args) else kwargs.get(name) for i, name in _written_arguments(func)])
+    return _tensors(*[args[i] if i < len(args) else kwargs.get(name) for i, name in _written_arguments(func)])
 
 
 def _same_order(source: torch.Tensor, out: torch.Tensor) -> bool:
