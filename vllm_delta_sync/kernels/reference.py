@@ -35,7 +35,7 @@ def scatter_(targets: Sequence[Tensor], segments: Tensor, offsets: Tensor, expec
 
 def state_hash(bits: Tensor, start: int, seed: Seed) -> Tensor:
     """See `kernels.ops`."""
-    units = _units(bits)
+    units = bits.view(torch.uint8).to(torch.int16) if bits.element_size() == 1 else bits.view(torch.int16)
     first = start * max(1, bits.element_size() // 2)
     total = torch.zeros(4, dtype=torch.int64, device=bits.device)
     for at in range(0, units.numel(), CHUNK):
@@ -43,20 +43,26 @@ def state_hash(bits: Tensor, start: int, seed: Seed) -> Tensor:
     return total & 0xFFFFFFFF
 
 
-def _units(bits: Tensor) -> Tensor:
-    if bits.element_size() == 1:
-        return bits.view(torch.uint8).to(torch.int16)
-    return bits.view(torch.int16)
+def _readings(units: Tensor) -> Tensor:
+    """What each lane reads of int16 units [n]: int16 [n, 4]."""
+    once = _quadratic(units)
+    swapped = (once << 8) | ((once >> 8) & 0xFF)
+    twice = _quadratic(swapped)
+    return torch.stack([once, once, twice, twice], dim=1)
+
+
+def _quadratic(u: Tensor) -> Tensor:
+    """q of docs/protocol.md on int16, whose products wrap mod 2**16."""
+    return u * (u + u + 1)
 
 
 def _hash_units(units: Tensor, first: int, seed: Seed) -> Tensor:
     lead = first % BLOCK
     blocks = (lead + units.numel() + BLOCK - 1) // BLOCK
-    padded = torch.zeros(blocks * BLOCK, dtype=torch.float64, device=units.device)
-    padded[lead : lead + units.numel()] = units.to(torch.float64)
-    # Exact in double: |s·T| ≤ 2**30 and 1024 of them stay below 2**53.
-    table = torch.from_numpy(KEYS.astype("float64")).to(units.device)
-    partial = (padded.view(blocks, BLOCK) @ table).to(torch.int64)
+    padded = torch.zeros((blocks * BLOCK, 4), dtype=torch.int64, device=units.device)
+    padded[lead : lead + units.numel()] = _readings(units).to(torch.int64)
+    table = torch.from_numpy(KEYS.astype("int64")).to(units.device)
+    partial = (padded.view(blocks, BLOCK, 4) * table).sum(1)
     return (partial * _block_keys(first // BLOCK, blocks, seed, units.device)).sum(0)
 
 

@@ -11,7 +11,7 @@ import pytest
 
 from vllm_delta_sync import native
 from vllm_delta_sync.native import portable
-from vllm_delta_sync.native.library import CPU_FUNCTIONS, load
+from vllm_delta_sync.native.library import ABI_VERSION, CPU_FUNCTIONS, load
 
 COMPILER = shutil.which("c++") or shutil.which("g++") or shutil.which("clang++")
 needs_compiler = pytest.mark.skipif(COMPILER is None, reason="no C++ compiler on this machine")
@@ -39,14 +39,14 @@ def test_a_file_that_is_not_a_library_is_no_error(tmp_path: Path) -> None:
 
 @needs_compiler
 def test_a_library_of_another_abi_is_not_used(tmp_path: Path) -> None:
-    compile_library(tmp_path, 'extern "C" int vds_abi_version() { return 7; }')
+    compile_library(tmp_path, 'extern "C" int vds_abi_version() { return 700; }')
     loaded = load("sample", CPU_FUNCTIONS, [tmp_path])
-    assert loaded.library is None and "has ABI 7" in loaded.reason
+    assert loaded.library is None and "has ABI 700" in loaded.reason
 
 
 @needs_compiler
 def test_a_library_that_lacks_a_function_is_not_used(tmp_path: Path) -> None:
-    compile_library(tmp_path, 'extern "C" int vds_abi_version() { return 1; }')
+    compile_library(tmp_path, f'extern "C" int vds_abi_version() {{ return {ABI_VERSION}; }}')
     loaded = load("sample", CPU_FUNCTIONS, [tmp_path])
     assert loaded.library is None and "vds_instruction_set" in loaded.reason
 

@@ -1,0 +1,162 @@
+"""How long it takes to write one update into live weights: ours, torch's `index_copy_`, and vLLM's own sparse patching.
+
+Does not measure fetching, decoding or mapping: those overlap serving. Ours compares every live element before it writes
+it and can undo the whole; `index_copy_` and vLLM's do neither.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from vllm_delta_sync import native
+from vllm_delta_sync.bench import vllm_model
+from vllm_delta_sync.bench.clock import interleaved
+from vllm_delta_sync.errors import BaseMismatch
+from vllm_delta_sync.native import Changes
+from vllm_delta_sync.native.types import U32, Bits
+from vllm_delta_sync.wire.checkpoint import open_checkpoint
+from vllm_delta_sync.wire.tensors import TensorSpec
+
+
+@dataclass(frozen=True)
+class ApplyTimes:
+    """Median times to write one update, from a cold cache."""
+
+    changed: int  # elements
+    threads: int  # CPU threads of all but ours_2threads_ms
+    ours_ms: float
+    ours_2threads_ms: float
+    index_copy_ms: float
+    vllm_sparse_ms: float
+
+
+@dataclass(frozen=True)
+class Step:
+    """The bf16 tensors of a checkpoint, and what the next one changes in them."""
+
+    specs: tuple[TensorSpec, ...]
+    live: tuple[Bits, ...]  # u16 [numel] each, plain memory
+    changes: tuple[Changes, ...]
+
+    @property
+    def changed(self) -> int:
+        return sum(change.positions.size for change in self.changes)
+
+
+def read_step(old: Path, new: Path) -> Step:
+    """Diff two checkpoints. Raises BaseMismatch when they do not hold the same tensors, or nothing changed."""
+    before, after = open_checkpoint(old), open_checkpoint(new)
+    if sorted(before) != sorted(after):
+        raise BaseMismatch(f"{old} and {new} hold different tensors; give two checkpoints of one model")
+    specs, live, changes = [], [], []
+    for name in sorted(before):
+        (spec, old_bits), (new_spec, new_bits) = before[name], after[name]
+        if spec != new_spec or spec.dtype != "BF16":
+            raise BaseMismatch(f"{name!r}: {spec} in {old}, {new_spec} in {new}; want bf16 tensors of one shape")
+        specs.append(spec)
+        live.append(np.array(old_bits))
+        changes.append(native.diff(live[-1], new_bits, advance=False))
+    step = Step(tuple(specs), tuple(live), tuple(changes))
+    if not step.changed:
+        raise BaseMismatch(f"{old} and {new} are equal, there is nothing to apply")
+    return step
+
+
+def measure(old: Path, new: Path, threads: int = 1, rounds: int = 9) -> ApplyTimes:
+    """Write the step from old to new and back, in turns with the others; every turn writes all changed elements."""
+    step = read_step(old, new)
+    torch.set_num_threads(threads)
+    contenders: dict[str, Callable[[], object]] = {
+        "ours": _ours(step, threads),
+        "ours on two threads": _ours(step, 2),
+        "index_copy_": _index_copy(step),
+        "vllm": _vllm(step, old),
+    }
+    try:
+        for run in contenders.values():
+            run()  # page in, and let lazy set-up happen
+        seconds = interleaved(contenders, rounds)
+    finally:
+        vllm_model.close()
+    return ApplyTimes(
+        changed=step.changed,
+        threads=threads,
+        ours_ms=seconds["ours"] * 1e3,
+        ours_2threads_ms=seconds["ours on two threads"] * 1e3,
+        index_copy_ms=seconds["index_copy_"] * 1e3,
+        vllm_sparse_ms=seconds["vllm"] * 1e3,
+    )
+
+
+def _joined(step: Step) -> tuple[U32, Bits, Bits]:
+    positions, old, new = (np.concatenate(column) for column in zip(*step.changes, strict=True))
+    return positions, old, new
+
+
+def _ours(step: Step, threads: int) -> Callable[[], object]:
+    live = [bits.copy() for bits in step.live]
+    ends = np.cumsum([change.positions.size for change in step.changes])
+    segments = np.zeros((len(live), 4), np.int64)
+    segments[:, 0] = [bits.ctypes.data for bits in live]
+    segments[1:, 1], segments[:, 2] = ends[:-1], ends
+    offsets, *sides = _joined(step)
+
+    def run() -> None:
+        index = native.scatter(segments, offsets, sides[0], sides[1], threads=threads)
+        assert index == -1, f"element {index} of {live[0].size} is not as expected"
+        sides.reverse()
+
+    return run
+
+
+def _torch_rows(step: Step) -> list[tuple[torch.Tensor, list[torch.Tensor]]]:
+    """Per changed tensor: sorted int64 indices, and both sides' values as bf16."""
+    rows = []
+    for change in step.changes:
+        sides = [torch.from_numpy(bits.view(np.int16)).view(torch.bfloat16) for bits in (change.new, change.old)]
+        rows.append((torch.from_numpy(change.positions.astype(np.int64)), sides))
+    return rows
+
+
+def _index_copy(step: Step) -> Callable[[], object]:
+    live = [torch.from_numpy(bits.copy().view(np.int16)).view(torch.bfloat16) for bits in step.live]
+    rows = _torch_rows(step)
+
+    def run() -> None:
+        for target, (index, sides) in zip(live, rows, strict=True):
+            target.index_copy_(0, index, sides[0])
+            sides.reverse()
+
+    return run
+
+
+def _vllm(step: Step, checkpoint: Path) -> Callable[[], object]:
+    def weights() -> list[tuple[str, torch.Tensor]]:
+        return [
+            (spec.name, torch.from_numpy(bits.view(np.int16)).view(torch.bfloat16).view(spec.shape))
+            for spec, bits in zip(step.specs, step.live, strict=True)
+        ]
+
+    model = vllm_model.build(checkpoint, weights())
+    from vllm.model_executor.model_loader import checkpoint_weight_patch as vllm_patch
+
+    def patches(side: int) -> list[Any]:
+        return [
+            vllm_patch.CheckpointWeightPatch(spec.name, spec.shape, torch.bfloat16, sides[side], index)
+            for spec, (index, sides) in zip(step.specs, _torch_rows(step), strict=True)
+            if index.numel()
+        ]
+
+    sides = [patches(0), patches(1)]
+
+    def run() -> None:
+        vllm_patch.load_checkpoint_weight_patches(model, sides[0])
+        sides.reverse()
+
+    return run

@@ -1,0 +1,32 @@
+"""How things are timed here: in turns, from a cold cache, by the median.
+
+Does not know what it times.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Mapping
+
+import numpy as np
+
+from vllm_delta_sync import native
+
+EVICTION_BYTES = 256 << 20  # several times any L3
+
+
+def interleaved(contenders: Mapping[str, Callable[[], object]], rounds: int) -> dict[str, float]:
+    """Median seconds of each contender over `rounds` turns, each begun with a cache full of other data.
+
+    Taking turns means that a slow spell of the machine falls on all of them.
+    """
+    other = np.ones(EVICTION_BYTES, np.uint8)
+    taken: dict[str, list[float]] = {name: [] for name in contenders}
+    for _ in range(rounds):
+        for name, run in contenders.items():
+            native.read_sum(other)
+            start = time.perf_counter()
+            run()
+            taken[name].append(time.perf_counter() - start)
+    return {name: statistics.median(seconds) for name, seconds in taken.items()}
