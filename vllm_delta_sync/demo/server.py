@@ -48,7 +48,7 @@ class VllmServer:
         tensor_parallel: int = 1,
         options: Mapping[str, Any] | None = None,
         environment: Mapping[str, str] | None = None,
-        start_timeout_s: float = 300.0,
+        start_timeout_s: float = 600.0,
     ) -> None:
         self.log = log
         self.url = f"http://127.0.0.1:{_free_port()}"
