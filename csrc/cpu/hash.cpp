@@ -1,5 +1,4 @@
 // The state hash: over runs, over strided boxes of live memory, and of changes. Does not own threads: callers split tensors.
-#include <array>
 #include <cstring>
 
 #include "../vds_core.h"
