@@ -5,6 +5,7 @@ Does not compare, keep or send anything; does not gather sharded tensors.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from typing import TypeAlias
 
@@ -35,6 +36,9 @@ _TORCH = {
 }
 _NAMES = {dtype: name for name, dtype in _TORCH.items()}
 _CASTABLE = frozenset({torch.bfloat16, torch.float16, torch.float32, torch.float64})
+# Elements that torch casts in the calling thread: its pool of threads takes over at 2**15. Blocks are cast by several
+# threads of ours at once; a pool for each would oversubscribe the cores, which costs far more than it gains.
+_SERIAL = 63 << 9
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
@@ -152,14 +156,36 @@ def view_bits(tensor: torch.Tensor, spec: TensorSpec) -> Bits | None:
     return _as_bits(tensor.reshape(-1), spec) if plain and tensor.dtype == _TORCH[spec.dtype] else None
 
 
-def read_bits(tensor: torch.Tensor, spec: TensorSpec, start: int, count: int) -> Bits:
+def read_bits(tensor: torch.Tensor, spec: TensorSpec, start: int, count: int, into: Scratch | None = None) -> Bits:
     """Copy elements start … start+count−1 (row-major) to the host, cast as torch casts, as bits uW[count].
 
-    Any strides and any device. Allocates O(count) on the host and on the tensor's device.
+    Any strides and any device. Allocates O(count) on the tensor's device, and on the host unless `into` is given: then
+    the bits are valid until it is next used.
     """
-    out = torch.empty(count, dtype=_TORCH[spec.dtype], device=tensor.device)
-    _fill(out, tensor, start)
-    return _as_bits(out.cpu(), spec)
+    dtype = _TORCH[spec.dtype]
+    out = into.take(dtype, count) if into else torch.empty(count, dtype=dtype)
+    if tensor.device.type == "cpu":
+        for at in range(0, count, _SERIAL):
+            _fill(out[at : at + _SERIAL], tensor, start + at)
+    else:  # cast before the transfer
+        there = torch.empty(count, dtype=dtype, device=tensor.device)
+        _fill(there, tensor, start)
+        out.copy_(there)
+    return _as_bits(out, spec)
+
+
+class Scratch(threading.local):
+    """Host memory to read bits into, kept from one call to the next: touching new pages costs more than the cast."""
+
+    def __init__(self) -> None:
+        self._held: dict[torch.dtype, torch.Tensor] = {}
+
+    def take(self, dtype: torch.dtype, count: int) -> torch.Tensor:
+        """`count` elements, of no content yet; the calling thread's own until it asks again."""
+        held = self._held.get(dtype)
+        if held is None or held.numel() < count:
+            held = self._held[dtype] = torch.empty(count, dtype=dtype)
+        return held[:count]
 
 
 def _fill(out: torch.Tensor, tensor: torch.Tensor, start: int) -> None:
