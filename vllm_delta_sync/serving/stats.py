@@ -67,17 +67,20 @@ class DeltaSyncStatLogger(StatLoggerBase):  # type: ignore[misc]  # vLLM is not 
 
     def __init__(self, vllm_config: Any, engine_index: int = 0) -> None:
         counting = getattr(vllm_config.parallel_config, "_api_process_rank", 0) <= 0
-        if is_ours(vllm_config) and counting:
-            global _series
-            _series = _series or _Series()
-            reader = _Reader(_series, vllm_config, engine_index)
-            threading.Thread(target=reader.run, name="delta-sync-metrics", daemon=True).start()
+        self._config = vllm_config if is_ours(vllm_config) and counting else None
+        self._engine_index = engine_index
 
     def record(self, *args: Any, **kwargs: Any) -> None:
         """Nothing here depends on the engine's iterations."""
 
     def log_engine_initialized(self) -> None:
-        """Nothing to log."""
+        """Begin to read. Not before: vLLM's own logger, made after this one, drops every `vllm:` series that exists."""
+        global _series
+        if self._config is not None:
+            _series = _series or _Series()
+            reader = _Reader(_series, self._config, self._engine_index)
+            threading.Thread(target=reader.run, name="delta-sync-metrics", daemon=True).start()
+            self._config = None
 
 
 class _Reader:
