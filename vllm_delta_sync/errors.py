@@ -1,7 +1,8 @@
 """Every error that a user of vllm-delta-sync can see, as one tree.
 
-Does not import anything: a caller may catch these without torch or vLLM. Each class says *what kind of thing* is wrong; the
-message says what, where, why and what to do. `cause` is the short, stable label used in metrics and status (`failures by cause`).
+Does not import anything: a caller may catch these without torch or vLLM. Each class says *what kind of thing* is wrong;
+the message says what, where, why and what to do. `cause` is the short, stable label used in metrics and status
+(`failures by cause`).
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ class DeltaSyncError(Exception):
     cause = "error"
 
 
-# --- configuration -----------------------------------------------------------------------------------------------------
+# --- configuration -------------------------------------------------------------------------------------------------
 class ConfigError(DeltaSyncError):
     """A setting is unknown, out of range, or contradicts another one."""
 
@@ -26,7 +27,7 @@ class UnsupportedEngine(ConfigError):
     cause = "unsupported_engine"
 
 
-# --- the store ---------------------------------------------------------------------------------------------------------
+# --- the store -----------------------------------------------------------------------------------------------------
 class StoreError(DeltaSyncError):
     """The object store refused or failed."""
 
@@ -71,7 +72,7 @@ class Unavailable(StoreError):
     cause = "unavailable"
 
 
-# --- the log -----------------------------------------------------------------------------------------------------------
+# --- the log -------------------------------------------------------------------------------------------------------
 class LogError(DeltaSyncError):
     """What is in the log cannot be followed."""
 
@@ -102,7 +103,7 @@ class RivalWriter(LogError):
     cause = "rival_writer"
 
 
-# --- tensors and state -------------------------------------------------------------------------------------------------
+# --- tensors and state ---------------------------------------------------------------------------------------------
 class StateError(DeltaSyncError):
     """Weights are not what they must be."""
 
@@ -145,7 +146,7 @@ class Poisoned(StateError):
     cause = "poisoned"
 
 
-# --- publishing --------------------------------------------------------------------------------------------------------
+# --- publishing ----------------------------------------------------------------------------------------------------
 class PublishError(DeltaSyncError):
     """A version did not become durable; it and those behind it were unwound, nothing is lost."""
 

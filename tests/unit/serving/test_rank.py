@@ -9,8 +9,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from fleet import Fleet, publish, train, weights
 
+from tests.unit.serving.fleet import Fleet, publish, train, weights
 from vllm_delta_sync import Publisher
 from vllm_delta_sync.errors import (
     DigestMismatch,
