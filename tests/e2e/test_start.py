@@ -85,12 +85,7 @@ def test_an_engine_in_the_callers_own_process_commits_before_a_step(smollm2: Pat
     model.step()
     new = tmp_path / "model.safetensors"
     save_file(model.state, str(new))
-    environment = {
-        **os.environ,
-        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
-        "VLLM_CPU_KVCACHE_SPACE": "1",
-        "HF_HUB_OFFLINE": "1",
-    }
+    here = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_CPU_KVCACHE_SPACE": "1", "HF_HUB_OFFLINE": "1"}
     done = subprocess.run(
         [sys.executable, "-c", IN_PROCESS, str(smollm2), bucket, str(new)],
         env={**os.environ, **here}, capture_output=True, text=True, timeout=400,
