@@ -1,6 +1,9 @@
 # Every target sets up .venv by itself; see .ci/setup.
 BIN := .venv/bin
 
+# Dependencies are compiled when first imported; without this each process would compile them again.
+unexport PYTHONDONTWRITEBYTECODE
+
 .PHONY: demo test test-unit test-e2e lint clean setup
 
 setup:

@@ -10,6 +10,7 @@ import os
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, Literal, get_args
+from urllib.parse import unquote
 
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
@@ -54,15 +55,15 @@ class FileStoreConfig(_Settings):
 
     @property
     def uri(self) -> str:
-        """The same store as one string, `file:///…`."""
-        return f"file://{self.path}"
+        """The same store as one string, `file:///…`, percent-encoded."""
+        return Path(self.path).as_uri()
 
 
 class DeltaSyncConfig(_Settings):
     """Every setting of the server side, with its default."""
 
     store: FileStoreConfig
-    """The bucket to follow: a URI such as `file:///mnt/bucket`, or a mapping with `kind` and that kind's keys."""
+    """The bucket to follow: a URI such as `file:///mnt/bucket`, an absolute path, or a mapping with its `kind`."""
 
     run: str | None = Field(default=None, pattern=r"^[0-9a-f]{32}$")
     """Follow this run (32 hex digits) whatever the bucket's RUN says; null follows RUN."""
@@ -109,12 +110,12 @@ class DeltaSyncConfig(_Settings):
 def _parse_store_uri(uri: str) -> dict[str, str]:
     scheme, separator, rest = uri.partition("://")
     if not separator:
-        raise ValueError(f"store {uri!r} is not a URI: write file://{'' if uri.startswith('/') else '/'}{uri}")
+        return {"kind": "file", "path": uri}
     if scheme != "file":
         raise ValueError(f"store {uri!r} has the scheme {scheme!r}, and the stores that exist are: file://")
     if not rest.startswith("/"):
         raise ValueError(f"store {uri!r} names a host: a file URI has three slashes, file:///{rest}")
-    return {"kind": "file", "path": rest}
+    return {"kind": "file", "path": unquote(rest)}
 
 
 def parse(settings: object, where: str) -> DeltaSyncConfig:

@@ -9,6 +9,7 @@ import yaml
 
 from vllm_delta_sync import config
 from vllm_delta_sync.errors import ConfigError
+from vllm_delta_sync.store import open_store
 
 CONFIGS = Path(__file__).parents[3] / "configs"
 STORE = {"store": "file:///mnt/bucket"}
@@ -45,10 +46,20 @@ def test_a_store_uri_is_the_same_as_its_mapping() -> None:
     assert by_uri.store.uri == "file:///mnt/bucket"
 
 
+def test_a_store_may_be_an_absolute_path() -> None:
+    assert config.parse({"store": "/mnt/bucket"}, "a") == config.parse(STORE, "b")
+
+
+def test_a_store_path_with_unusual_letters_survives_the_way_through_its_uri() -> None:
+    store = config.parse({"store": "/mnt/my bucket/50 %/ä"}, "a").store
+    assert config.parse({"store": store.uri}, "b").store == store
+    assert open_store(store.uri).uri == store.uri
+
+
 @pytest.mark.parametrize(
     ("uri", "advice"),
     [
-        ("/mnt/bucket", "write file:///mnt/bucket"),
+        ("mnt/bucket", "must be absolute"),
         ("file://mnt/bucket", "file:///mnt/bucket"),
         ("ftp://host/bucket", "file://"),
     ],
