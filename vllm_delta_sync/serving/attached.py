@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 import time
-from typing import Any
+from typing import Any, NoReturn
 
 from vllm_delta_sync import config as settings
 from vllm_delta_sync.errors import DeltaSyncError, Poisoned, UnsupportedEngine
@@ -65,8 +65,12 @@ class EngineWork:
         self._treat_caches()
         return Committed(version, time.perf_counter() - begin)
 
-    def stop(self, text: str) -> Event:
-        """Never returns: ends the engine, and with it the server."""
+    def adopt(self, version: int) -> None:
+        """Label outputs with the version that the server was loaded with."""
+        self._set_label(str(version))
+
+    def stop(self, text: str) -> NoReturn:
+        """End the engine, and with it the server."""
         raise DeltaSyncError(f"delta-sync stops the server (on_error: stop): {text}")
 
     def batch_labelled(self) -> None:
@@ -137,7 +141,7 @@ class Attached:
             stop_on_error=self.config.on_error == "stop",
             audit_every=self.config.audit_every,
         )
-        self.loop = Loop(self._controller, StatusFile(path, lambda: dict(self.ops.kernel)))
+        self.loop = Loop(self._controller, StatusFile(path, self._facts))
         self.gate = Gate(self.ops, self._wake, self.loop.report)
 
     def start(self) -> None:
@@ -162,6 +166,9 @@ class Attached:
 
     def stop(self) -> None:
         self.loop.stop()
+
+    def _facts(self) -> dict[str, Any]:
+        return {**self.ops.kernel, "engine_thread_seconds": self.gate.seconds}
 
     def _wake(self) -> None:
         if not self.in_process:

@@ -53,6 +53,13 @@ class Trace:
 
 
 @dataclass(frozen=True)
+class Adopt:
+    """On the engine thread: what is served from now on is `version`, which it was loaded with."""
+
+    version: int
+
+
+@dataclass(frozen=True)
 class Commit:
     """On the engine thread, between two steps: scatter `version` on every rank, or on none."""
 
@@ -66,7 +73,7 @@ class Stop:
     text: str
 
 
-Action = Send | Trace | Commit | Stop
+Action = Send | Trace | Adopt | Commit | Stop
 
 
 # --- events from the engine thread -----------------------------------------------------------------------------------
@@ -286,7 +293,7 @@ class Controller:
         self.status.served = event.version
         self.status.phase = Phase.FOLLOWING
         self._retry_s = FIRST_RETRY_S
-        return [Send(msg.Joined(self._refs[event.version])), *self._advance()]
+        return [Send(msg.Joined(self._refs[event.version])), Adopt(event.version), *self._advance()]
 
     # --- following ---------------------------------------------------------------------------------------------------
     def _advance(self) -> list[Action]:

@@ -63,8 +63,13 @@ class Follower:
         return self._interval_s * random.uniform(1 - JITTER, 1 + JITTER)
 
     def _look(self) -> None:
-        if self._log is None:
-            self._log = self._open_log()
+        log = self._open_log()
+        if self._log is not None and log.run != self._log.run:
+            raise VersionGap(
+                f"the bucket's current run is now {log.run}, this server follows {self._log.run} and stays with it; "
+                "restart the server on the new run's base to follow that one"
+            )
+        self._log = log
         latest = self._log.latest()
         if self._tip is not None and latest.sha256 == self._tip.sha256:
             return

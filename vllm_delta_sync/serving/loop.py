@@ -12,11 +12,12 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
-from typing import Protocol
+from typing import NoReturn, Protocol
 
 from vllm_delta_sync.serving.channel import Hub
 from vllm_delta_sync.serving.controller import (
     Action,
+    Adopt,
     Commit,
     Committed,
     Controller,
@@ -35,13 +36,15 @@ TICK_S = 0.5
 
 
 class EngineOps(Protocol):
-    """What the engine thread can do for the controller; each returns the event that tells how it went."""
+    """What the engine thread can do for the controller; trace and commit return how it went."""
 
     def trace(self) -> Event: ...
 
+    def adopt(self, version: int) -> None: ...
+
     def commit(self, version: int) -> Event: ...
 
-    def stop(self, text: str) -> Event: ...
+    def stop(self, text: str) -> NoReturn: ...
 
 
 class Gate:
@@ -59,6 +62,7 @@ class Gate:
         self._report = report
         self._pending: deque[Action] = deque()
         self.arrived = threading.Event()
+        self.seconds = 0.0  # CPU time of the engine thread that went into all of it
 
     def submit(self, action: Action) -> None:
         self._pending.append(action)
@@ -68,14 +72,18 @@ class Gate:
     def run_pending(self) -> None:
         """On the engine thread only."""
         self.arrived.clear()
+        begin = time.thread_time()
         while self._pending:
             match self._pending.popleft():
                 case Trace():
                     self._report(self._ops.trace())
                 case Commit(version):
                     self._report(self._ops.commit(version))
+                case Adopt(version):
+                    self._ops.adopt(version)
                 case Stop(text):
-                    self._report(self._ops.stop(text))
+                    self._ops.stop(text)
+        self.seconds += time.thread_time() - begin
 
 
 class Loop:

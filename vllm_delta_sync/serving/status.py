@@ -10,6 +10,7 @@ import dataclasses
 import json
 import logging
 import os
+import stat
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
@@ -17,6 +18,7 @@ from typing import Any
 
 import numpy as np
 
+from vllm_delta_sync.errors import ConfigError
 from vllm_delta_sync.serving.controller import Status
 
 logger = logging.getLogger("vllm.delta_sync")
@@ -25,7 +27,16 @@ logger = logging.getLogger("vllm.delta_sync")
 def status_path(instance_id: str, engine_index: int) -> Path:
     """Where the status of that engine lies; the folder is the user's own (mode 0700)."""
     runtime = os.environ.get("XDG_RUNTIME_DIR") or tempfile.gettempdir()
-    return Path(runtime) / f"vllm-delta-sync-{os.getuid()}" / f"{instance_id}-{engine_index}.json"
+    server = instance_id.partition("_dp")[0]  # vLLM appends the data-parallel rank inside such an engine
+    return Path(runtime) / f"vllm-delta-sync-{os.getuid()}" / f"{server}-{engine_index}.json"
+
+
+def _own_folder(path: Path) -> None:
+    """Make the folder, or refuse one that somebody else could write into (it may lie in a shared /tmp)."""
+    path.mkdir(mode=0o700, parents=True, exist_ok=True)
+    found = os.lstat(path)
+    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid() or found.st_mode & 0o077:
+        raise ConfigError(f"{path} must be a directory of this user with mode 0700; remove it, or set XDG_RUNTIME_DIR")
 
 
 class StatusFile:
@@ -40,7 +51,7 @@ class StatusFile:
         self._path = path
         self._extra = extra
         self._sequence = 0
-        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        _own_folder(path.parent)
 
     def write(self, status: Status) -> None:
         self._sequence += 1

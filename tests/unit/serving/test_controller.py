@@ -9,6 +9,7 @@ from vllm_delta_sync.serving import messages as msg
 from vllm_delta_sync.serving.affine import Region
 from vllm_delta_sync.serving.controller import (
     FIRST_RETRY_S,
+    Adopt,
     Commit,
     Committed,
     Controller,
@@ -90,13 +91,13 @@ def test_joining_goes_from_the_first_tip_to_proven_weights() -> None:
     assert isinstance(locate, Send) and locate.rank == 0 and isinstance(locate.message, msg.Locate)
     # The replicated norm counts once, the halves of proj add up.
     assert locate.message.lanes.tolist() == [[5] * 4, [3] * 4]
-    assert controller.handle(msg.Located(0, ""), 0.0) == [Send(msg.Joined(ref(0)))]
+    assert controller.handle(msg.Located(0, ""), 0.0) == [Send(msg.Joined(ref(0))), Adopt(0)]
     assert controller.status.phase is Phase.FOLLOWING and controller.status.served == 0 and controller.status.settled
 
 
 def test_a_late_joiner_stages_the_version_after_the_one_it_has() -> None:
     controller = make()
-    assert joined(controller, at=1, latest=3) == [Send(msg.Joined(ref(1))), Send(msg.Stage(ref(2)))]
+    assert joined(controller, at=1, latest=3) == [Send(msg.Joined(ref(1))), Adopt(1), Send(msg.Stage(ref(2)))]
     assert not controller.status.settled
 
 
