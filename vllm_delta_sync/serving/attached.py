@@ -192,7 +192,8 @@ class Attached:
         status = self._controller.status
         if status.phase in (Phase.HALTED, Phase.POISONED):
             raise _as_error((status.last_error or "").partition(":")[0], status.last_error or status.phase.value)
-        logger.info("delta-sync: serving version %s of run %s", status.served, status.run)
+        if status.served is None:
+            logger.info("delta-sync: nothing is published at %s yet; serving the checkpoint", self.config.store.uri)
 
 
 def _require_queue(executor: Any) -> None:

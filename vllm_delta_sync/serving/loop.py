@@ -28,6 +28,7 @@ from vllm_delta_sync.serving.controller import (
     Tick,
     Trace,
 )
+from vllm_delta_sync.serving.messages import Located
 from vllm_delta_sync.serving.status import StatusFile
 
 logger = logging.getLogger("vllm.delta_sync")
@@ -137,6 +138,7 @@ class Loop:
                 return
             rank, event = item
             before = self._fingerprint()
+            failures = sum(self._controller.status.failures.values())
             try:
                 for action in self._controller.handle(event, time.time(), rank):
                     self._carry_out(action)
@@ -145,7 +147,7 @@ class Loop:
                 logger.exception("delta-sync: internal error on %r", type(event).__name__)
                 self._controller.give_up("internal", f"internal error on {type(event).__name__}; see the log")
             if self._fingerprint() != before:
-                self._tell(event)
+                self._tell(event, failed=sum(self._controller.status.failures.values()) > failures)
                 self._publish()
 
     def _carry_out(self, action: Action) -> None:
@@ -164,7 +166,7 @@ class Loop:
             status.phase, status.served, status.latest, status.empty, sum(status.failures.values()), status.audit,
             status.audits, )  # fmt: skip
 
-    def _tell(self, event: Event) -> None:
+    def _tell(self, event: Event, *, failed: bool) -> None:
         status = self._controller.status
         if isinstance(event, Committed) and event.error is None:
             record = status.commits[-1]
@@ -174,10 +176,14 @@ class Loop:
                 record.version, record.step, record.changed, record.fetched_bytes / 1e6, record.fetch_seconds,
                 record.stage_seconds, record.commit_seconds * 1e3,
             )  # fmt: skip
+        elif isinstance(event, Located) and event.version is not None:
+            logger.info("delta-sync: the weights are proven to be version %d of run %s", event.version, status.run)
         elif status.phase in (Phase.HALTED, Phase.POISONED):
             logger.error(
                 "delta-sync: %s, still serving version %s: %s", status.phase.value, status.served, status.last_error
             )
+        elif failed:
+            logger.warning("delta-sync: still serving version %s: %s", status.served, status.last_error)
 
     def _publish(self) -> None:
         self._status_file.write(self._controller.status)
