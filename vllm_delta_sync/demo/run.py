@@ -106,7 +106,7 @@ def run(cache: Path, steps: int, tensor_parallel: int, keep: bool, console: Cons
             torch.set_num_threads(1)
             trainer = Trainer(model)
             done = _train_and_publish(trainer, model, session, work / "bucket", steps, load, console)
-        console.print("checking the live weights: by state hash, then byte for byte")
+        console.print("\nchecking the live weights: by state hash, then byte for byte")
         served = [session.server.complete(prompt, GREEDY_TOKENS) for prompt in GREEDY_PROMPTS]
         audit = session.audit()
         session.dump(work / "live")
@@ -164,19 +164,19 @@ def _fresh_completions(work: Path, exported: Path, tensor_parallel: int) -> list
 
 
 def _table(publications: list[Publication], published_at: dict[int, float], commits: list[Commit]) -> Table:
-    table = Table("step", "version", "changed %", "bytes", "publish s", "stage ms", "commit ms", "served after s")
+    table = Table("step", "version", "changed", "size", "publish", "stage", "commit", "served after")
     by_version = {commit.version: commit for commit in commits}
     for publication in list(publications):
         commit = by_version.get(publication.version)
         table.add_row(
             str(publication.step),
             str(publication.version),
-            f"{100 * publication.changed / publication.elements:.3f}",
-            f"{publication.result().bytes:,}" if publication.durable else "…",
-            f"{publication.waited_s + publication.diff_s:.2f}",
-            f"{1e3 * commit.stage_s:.0f}" if commit else "…",
-            f"{1e3 * commit.commit_s:.1f}" if commit else "…",
-            f"{commit.at - published_at[publication.version]:.2f}" if commit else "…",
+            f"{100 * publication.changed / publication.elements:.3f} %",
+            f"{publication.result().bytes / 1e6:.2f} MB" if publication.durable else "…",
+            f"{publication.waited_s + publication.diff_s:.2f} s",
+            f"{1e3 * commit.stage_s:.0f} ms" if commit else "…",
+            f"{1e3 * commit.commit_s:.1f} ms" if commit else "…",
+            f"{commit.at - published_at[publication.version]:.1f} s" if commit else "…",
         )
     return table
 
