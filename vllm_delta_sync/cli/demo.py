@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import dataclasses
 import importlib.util
+import signal
+import sys
 from pathlib import Path
 from typing import Annotated
 
@@ -38,6 +40,9 @@ def demo(
         )
     from vllm_delta_sync.demo.run import run
 
+    # The server and the streams are sessions of their own: without this, a terminated demo would leave them behind.
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, lambda received, frame: sys.exit(128 + received))
     console = Console(stderr=json)
     result = run(cache.absolute(), steps, tp, keep, console)
     for claim in result.wrong:

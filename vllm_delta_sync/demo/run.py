@@ -29,7 +29,9 @@ STREAMS = 4
 QUIET_STEPS = 4
 """Steps trained before the first publish, under the same streams: what the token gaps are compared with."""
 
-TRAINER_NICENESS = 10
+TRAINER_NICENESS = {1: 10, 2: 5}
+"""By tensor-parallel ranks: two of them fill both cores of a small machine, and at 10 training would hardly move."""
+
 MAX_BYTES_PER_CHANGE = 2.0
 GREEDY_TOKENS = 48
 GREEDY_PROMPTS = (
@@ -102,7 +104,7 @@ def run(cache: Path, steps: int, tensor_parallel: int, keep: bool, console: Cons
     with session.server:
         with Load(session.server.url, STREAMS, work / "traffic.json") as load:
             # Only now, so that neither the server nor the streams inherit it.
-            os.nice(TRAINER_NICENESS)
+            os.nice(TRAINER_NICENESS[tensor_parallel])
             torch.set_num_threads(1)
             trainer = Trainer(model)
             done = _train_and_publish(trainer, model, session, work / "bucket", steps, load, console)
@@ -156,8 +158,8 @@ def _train_and_publish(
 
 
 def _fresh_completions(work: Path, exported: Path, tensor_parallel: int) -> list[str]:
-    # With the extension and an empty bucket: on CPU the extension chooses the matrix kernels, and only equal kernels can
-    # be expected to round equally.
+    # With the extension and an empty bucket: on CPU the extension chooses the matrix kernels, and only equal kernels
+    # can be expected to round equally.
     fresh = Session(work / "fresh", exported, work / "nothing", tensor_parallel)
     with fresh.server as server:
         return [server.complete(prompt, GREEDY_TOKENS) for prompt in GREEDY_PROMPTS]
