@@ -102,7 +102,7 @@ def test_every_element_is_mapped_to_where_the_real_loader_puts_it(name: str, siz
         before = digest(model)
         layout = trace_rank(model, checkpoint, rank, size)
         assert digest(model) == before
-        layout.assert_unmoved(model)
+        layout.places(model).assert_unmoved()
         assert layout.unsupported == ()
         assert_read_back(layout, model, checkpoint)
         assert trace_rank(build(config, rank, size), checkpoint, rank, size).regions == layout.regions

@@ -50,22 +50,6 @@ _REFUSALS = {  # enum Status of csrc/cpu/codec.cpp
 }
 
 
-def _u8(array: U8) -> Any:
-    return array.ctypes.data_as(ctypes.POINTER(ctypes.c_uint8))
-
-
-def _u16(array: U16) -> Any:
-    return array.ctypes.data_as(ctypes.POINTER(ctypes.c_uint16))
-
-
-def _u32(array: U32) -> Any:
-    return array.ctypes.data_as(ctypes.POINTER(ctypes.c_uint32))
-
-
-def _i64(array: I64) -> Any:
-    return array.ctypes.data_as(ctypes.POINTER(ctypes.c_int64))
-
-
 def _dims(values: Sequence[int]) -> Any:
     return (ctypes.c_int64 * max(1, len(values)))(*values)
 
@@ -88,7 +72,7 @@ def diff(snapshot: Bits, current: Bits, *, advance: bool) -> Changes:
     while done < snapshot.size or not pieces:
         found = _lib.vds_diff(
             width, snapshot.ctypes.data + done * width, current.ctypes.data + done * width, snapshot.size - done, done,
-            advance, room, _u32(positions), old.ctypes.data, new.ctypes.data, ctypes.byref(consumed),
+            advance, room, positions.ctypes.data, old.ctypes.data, new.ctypes.data, ctypes.byref(consumed),
         )  # fmt: skip
         pieces.append((positions[:found].copy(), old[:found].copy(), new[:found].copy()))
         done += consumed.value
@@ -142,7 +126,7 @@ def hash_changes(positions: U32, start: int, old: Bits, new: Bits, seed: Seed) -
         raise ValueError(f"start {start} is negative")
     lanes = _LANES()
     _lib.vds_hash_changes(
-        width, _u32(positions), start, old.ctypes.data, new.ctypes.data, old.size, seed.a, seed.b, lanes
+        width, positions.ctypes.data, start, old.ctypes.data, new.ctypes.data, old.size, seed.a, seed.b, lanes
     )
     return _lanes(lanes)
 
@@ -150,11 +134,11 @@ def hash_changes(positions: U32, start: int, old: Bits, new: Bits, seed: Seed) -
 def encode_gaps(positions: U32) -> U8:
     """The gap stream (docs/protocol.md, *Codecs*) of ascending positions u32 [n]. ValueError if they do not ascend."""
     row("positions", positions, np.uint32)
-    size = _lib.vds_gaps_size(_u32(positions), positions.size)
+    size = _lib.vds_gaps_size(positions.ctypes.data, positions.size)
     if size < 0:
         raise ValueError("positions must ascend strictly")
     stream = np.empty(size, np.uint8)
-    _lib.vds_encode_gaps(_u32(positions), positions.size, _u8(stream))
+    _lib.vds_encode_gaps(positions.ctypes.data, positions.size, stream.ctypes.data)
     return stream
 
 
@@ -166,7 +150,7 @@ def decode_gaps(data: U8, changed: int, count: int) -> U32:
     if data.size < changed or data.size > changed + count // 255:
         raise MalformedObject(f"gap stream: {data.size} bytes cannot hold {changed} gaps below {count}")
     positions = np.empty(changed, np.uint32)
-    status = _lib.vds_decode_gaps(_u8(data), data.size, changed, count, _u32(positions))
+    status = _lib.vds_decode_gaps(data.ctypes.data, data.size, changed, count, positions.ctypes.data)
     if status:
         raise MalformedObject(f"gap stream of {changed} changed in {count} elements {_REFUSALS[status]}")
     return positions
@@ -176,11 +160,11 @@ def encode_steps(old: U16, new: U16) -> U8:
     """The step stream of old → new, u16 [n] each. ValueError where they are equal: such an element has no code."""
     row("old", old, np.uint16)
     row("new", new, np.uint16, old.size)
-    size = _lib.vds_steps_size(_u16(old), _u16(new), old.size)
+    size = _lib.vds_steps_size(old.ctypes.data, new.ctypes.data, old.size)
     if size < 0:
         raise ValueError(f"element {-1 - size} did not change; only changed elements have a step")
     stream = np.empty(size, np.uint8)
-    _lib.vds_encode_steps(_u16(old), _u16(new), old.size, _u8(stream))
+    _lib.vds_encode_steps(old.ctypes.data, new.ctypes.data, old.size, stream.ctypes.data)
     return stream
 
 
@@ -192,7 +176,7 @@ def decode_steps(data: U8, changed: int) -> U16:
     if not changed <= data.size <= 3 * changed:
         raise MalformedObject(f"step stream: {data.size} bytes cannot hold {changed} steps")
     steps = np.empty(changed, np.uint16)
-    status = _lib.vds_decode_steps(_u8(data), data.size, changed, _u16(steps))
+    status = _lib.vds_decode_steps(data.ctypes.data, data.size, changed, steps.ctypes.data)
     if status:
         raise MalformedObject(f"step stream of {changed} steps {_REFUSALS[status]}")
     return steps
@@ -203,7 +187,7 @@ def apply_steps(old: U16, steps: U16) -> U16:
     row("old", old, np.uint16)
     row("steps", steps, np.uint16, old.size)
     new = np.empty(old.size, np.uint16)
-    _lib.vds_apply_steps(_u16(old), _u16(steps), old.size, _u16(new))
+    _lib.vds_apply_steps(old.ctypes.data, steps.ctypes.data, old.size, new.ctypes.data)
     return new
 
 
@@ -227,9 +211,9 @@ def map_positions(
     if min(sizes, default=1) > 0:
         wide = [d for d, size in enumerate(sizes) if size > 1]
         found = _lib.vds_map_positions(
-            _u32(positions), positions.size, start - source_offset, len(wide), _dims([sizes[d] for d in wide]),
-            _dims([source_strides[d] for d in wide]), _dims([target_strides[d] for d in wide]), _u32(selected),
-            _i64(targets),
+            positions.ctypes.data, positions.size, start - source_offset, len(wide), _dims([sizes[d] for d in wide]),
+            _dims([source_strides[d] for d in wide]), _dims([target_strides[d] for d in wide]), selected.ctypes.data,
+            targets.ctypes.data,
         )  # fmt: skip
     if found < 0:
         raise ValueError(f"a region has at most 16 dimensions, got sizes {sizes}")
@@ -242,7 +226,7 @@ def gather(address: int, width: int, offsets: U32) -> Bits:
     if width not in WIDTHS:
         raise ValueError(f"width must be 1, 2, 4 or 8 bytes, got {width}")
     bits = np.empty(offsets.size, WIDTHS[width])
-    _lib.vds_gather(width, address, _u32(offsets), offsets.size, bits.ctypes.data)
+    _lib.vds_gather(width, address, offsets.ctypes.data, offsets.size, bits.ctypes.data)
     return bits
 
 
@@ -259,7 +243,7 @@ def scatter(segments: I64, offsets: U32, expected: Bits, values: Bits, *, thread
     if threads < 1:
         raise ValueError(f"threads must be at least 1, got {threads}")
     outcome: int = _lib.vds_scatter(
-        width, segments.ctypes.data, len(segments), _u32(offsets), expected.ctypes.data, values.ctypes.data,
+        width, segments.ctypes.data, len(segments), offsets.ctypes.data, expected.ctypes.data, values.ctypes.data,
         values.size, threads,
     )  # fmt: skip
     return outcome

@@ -8,7 +8,7 @@ from __future__ import annotations
 import ctypes
 import sys
 from collections.abc import Callable
-from ctypes import CDLL, POINTER, c_char_p, c_int, c_int64, c_uint8, c_uint16, c_uint32, c_uint64, c_void_p
+from ctypes import CDLL, c_char_p, c_int, c_int64, c_uint64, c_void_p
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -16,7 +16,8 @@ import vllm_delta_sync
 
 ABI_VERSION = 2  # kAbiVersion of csrc/vds_core.h
 
-_U8, _U16, _U32, _I64 = POINTER(c_uint8), POINTER(c_uint16), POINTER(c_uint32), POINTER(c_int64)
+# Addresses of numpy arrays go as plain numbers: a typed pointer costs ten times as much to make.
+_U8 = _U16 = _U32 = _I64 = c_void_p
 
 CPU_FUNCTIONS: dict[str, tuple[Any, list[Any]]] = {
     "vds_instruction_set": (c_char_p, []),

@@ -94,7 +94,7 @@ class WorkerExtension:
     @_told
     def delta_sync_commit(self, version: int) -> dict[str, Any]:
         """Write the staged version into live memory."""
-        return {"elements": self._delta_sync_rank.commit(version, self._delta_sync_model())}
+        return {"elements": self._delta_sync_rank.commit(version)}
 
     @_told
     def delta_sync_rollback(self, version: int) -> dict[str, Any]:

@@ -49,6 +49,23 @@ class LiveStorage:
 
 
 @dataclass(frozen=True, slots=True)
+class Places:
+    """Where the parameters of a layout were."""
+
+    # (the module's registry, its key in it, the tensor, the address of its first element, its full name)
+    found: tuple[tuple[dict[str, torch.Tensor | None], str, torch.Tensor, int, str], ...]
+
+    def assert_unmoved(self) -> None:
+        """Raise UnsupportedLayout when a parameter was replaced or its memory moved."""
+        for registry, key, tensor, address, name in self.found:
+            if registry.get(key) is not tensor or tensor.data_ptr() != address:
+                raise UnsupportedLayout(
+                    f"{name} is not where it was when the layout was traced: something replaced the parameter, so the map "
+                    "is void; restart the server"
+                )
+
+
+@dataclass(frozen=True, slots=True)
 class Layout:
     """Where this rank keeps which checkpoint elements."""
 
@@ -57,15 +74,24 @@ class Layout:
     unmapped: tuple[str, ...]  # tensors with elements of which this rank holds none: legal when others do
     unsupported: tuple[tuple[str, str], ...]  # (tensor, why it cannot be patched in place)
 
-    def assert_unmoved(self, model: torch.nn.Module) -> None:
-        """Raise UnsupportedLayout when a storage is gone, or not where and what it was at the trace."""
+    def places(self, model: torch.nn.Module) -> Places:
+        """What to look at to notice, in microseconds, that a storage has moved; raises as `flat_tensors`."""
         self.flat_tensors(model)
+        held = {storage.name for storage in self.storages}
+        found = []
+        for prefix, module in model.named_modules():
+            for registry in (module._parameters, module._buffers):
+                for key, tensor in registry.items():
+                    name = f"{prefix}.{key}" if prefix else key
+                    if tensor is not None and name in held:
+                        found.append((registry, key, tensor, tensor.data_ptr(), name))
+        return Places(tuple(found))
 
     def flat_tensors(self, model: torch.nn.Module) -> tuple[torch.Tensor, ...]:
         """Each storage as a one-dimensional tensor that aliases all of it, in the order of `storages`.
 
         Raises:
-            UnsupportedLayout: as `assert_unmoved`.
+            UnsupportedLayout: a storage is gone, or not where and what it was at the trace.
         """
         tensors = dict(_named_tensors(model))
         flat = []

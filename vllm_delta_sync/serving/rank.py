@@ -84,6 +84,7 @@ class Rank:
         device = flat[0].device if flat else torch.device("cpu")
         self.backend = self._make_backend(device)
         self.memory = LiveMemory(flat, self.backend)
+        self._places = self.layout.places(model)
         self._regions_of: dict[str, list[int]] = defaultdict(list)
         for index, region in enumerate(self.layout.regions):
             self._regions_of[region.tensor].append(index)
@@ -143,7 +144,7 @@ class Rank:
         """Forget what is staged."""
         self._staged = None
 
-    def commit(self, version: int, model: torch.nn.Module) -> int:
+    def commit(self, version: int) -> int:
         """Main thread: write the staged version; returns how many live elements were written.
 
         Raises:
@@ -152,8 +153,7 @@ class Rank:
         staged = self._staged
         if staged is None or staged.ref.version != version:
             raise StateError(f"version {version} is not staged on rank {self.number}")
-        assert self.layout is not None
-        self.layout.assert_unmoved(model)
+        self._places.assert_unmoved()
         self._write(staged.effect, staged.ref, staged.hashes, undo=False)
         self._undo, self._staged = staged, None
         return sum(patch.elements for patch in staged.effect.patches)

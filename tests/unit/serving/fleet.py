@@ -141,8 +141,8 @@ class Fleet:
         self.proof.check_effects(lanes, staged[0].tensors, staged[0].effects)
 
     def commit(self, version: int) -> None:
-        for rank, model in zip(self.ranks, self.models, strict=True):
-            rank.commit(version, model)
+        for rank in self.ranks:
+            rank.commit(version)
 
     def follow(self) -> None:
         """Up to the tip."""

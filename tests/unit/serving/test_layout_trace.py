@@ -52,7 +52,7 @@ def traced(loader: Loader, *specs: TensorSpec, dtype: torch.dtype = torch.bfloat
     layout = trace(model, specs or (W,))
     assert model.digest() == digest
     assert model.w.data_ptr() == address
-    layout.assert_unmoved(model)
+    layout.flat_tensors(model)
     return layout, model
 
 
@@ -289,9 +289,19 @@ def test_parameters_that_a_loader_replaces_are_put_back_and_the_loader_refused()
 
 def test_a_parameter_that_moved_after_the_trace_is_noticed() -> None:
     layout, model = traced(lambda m, _, t: m.w.data.copy_(t))
-    model.w.data = model.w.data.clone()
+    places = layout.places(model)
+    places.assert_unmoved()
+    was = model.w.data
+    model.w.data = was.clone()
+    with pytest.raises(UnsupportedLayout, match="restart the server"):
+        places.assert_unmoved()
     with pytest.raises(UnsupportedLayout, match="trace again"):
-        layout.assert_unmoved(model)
+        layout.flat_tensors(model)
+    model.w.data = was
+    places.assert_unmoved()
+    model.w = torch.nn.Parameter(was, requires_grad=False)
+    with pytest.raises(UnsupportedLayout, match="restart the server"):
+        places.assert_unmoved()
 
 
 def test_a_model_on_the_meta_device_has_the_same_regions() -> None:

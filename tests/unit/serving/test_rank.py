@@ -129,7 +129,7 @@ def test_a_rank_that_committed_goes_back_when_another_could_not(tmp_path: Path) 
     fleet = Fleet(tmp_path, states[0])
     fleet.join()
     fleet.stage(fleet.refs()[1])
-    fleet.ranks[0].commit(1, fleet.models[0])
+    fleet.ranks[0].commit(1)
     for rank in fleet.ranks:
         rank.rollback(1)
     assert fleet.serves(states[0]) and [rank.version for rank in fleet.ranks] == [0, 0]
