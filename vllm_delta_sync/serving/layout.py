@@ -60,8 +60,8 @@ class Places:
         for registry, key, tensor, address, name in self.found:
             if registry.get(key) is not tensor or tensor.data_ptr() != address:
                 raise UnsupportedLayout(
-                    f"{name} is not where it was when the layout was traced: something replaced the parameter, so the map "
-                    "is void; restart the server"
+                    f"{name} is not where it was when the layout was traced: something replaced the parameter, so the "
+                    "map is void; restart the server"
                 )
 
 
