@@ -40,7 +40,7 @@ def demo(
         )
     from vllm_delta_sync.demo.run import run
 
-    # The server and the streams are sessions of their own: without this, a terminated demo would leave them behind.
+    # Server and streams are process groups of their own: without this, a terminated demo would leave them behind.
     for number in (signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, lambda received, frame: sys.exit(128 + received))
     console = Console(stderr=json)

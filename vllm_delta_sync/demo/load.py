@@ -61,7 +61,7 @@ class Load:
         self._process: subprocess.Popen[bytes] | None = None
 
     def __enter__(self) -> Self:
-        self._process = subprocess.Popen(self._command, stdin=subprocess.DEVNULL, start_new_session=True)
+        self._process = subprocess.Popen(self._command, stdin=subprocess.DEVNULL, process_group=0)
         return self
 
     def __exit__(self, *exception: object) -> None:

@@ -29,8 +29,8 @@ STREAMS = 4
 QUIET_STEPS = 4
 """Steps trained before the first publish, under the same streams: what the token gaps are compared with."""
 
-TRAINER_NICENESS = {1: 10, 2: 5}
-"""By tensor-parallel ranks: two of them fill both cores of a small machine, and at 10 training would hardly move."""
+TRAINER_NICENESS = {1: 10, 2: 0}
+"""By tensor-parallel ranks: two of them fill both cores of a small machine, and training would all but stand still."""
 
 MAX_BYTES_PER_CHANGE = 2.0
 GREEDY_TOKENS = 48

@@ -82,6 +82,8 @@ class VllmServer:
         # By module, not by the `vllm` script: the script may not be on PATH, and this interpreter certainly has vLLM.
         vllm = [sys.executable, "-m", "vllm.entrypoints.cli.main"]
         command = [*vllm, "serve", str(self._model), "--config", str(config)]
+        # A process group to stop it by, but no session of its own: Linux shares cores between sessions first, and only
+        # then by niceness.
         with self.log.open("wb") as output:
             self._process = subprocess.Popen(
                 command,
@@ -89,7 +91,7 @@ class VllmServer:
                 stdout=output,
                 stderr=output,
                 env=self._environment,
-                start_new_session=True,
+                process_group=0,
             )
         try:
             self._wait_until_healthy(self._process)
