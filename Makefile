@@ -10,7 +10,7 @@ setup:
 	@.ci/setup
 
 demo: setup
-	@$(BIN)/vllm-delta-sync demo $(DEMO_ARGS)
+	@$(BIN)/vllm-delta-sync demo --tp $(or $(TP),1) $(DEMO_ARGS)
 
 test: lint test-unit test-e2e
 

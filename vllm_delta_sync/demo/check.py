@@ -38,6 +38,22 @@ def differing_hashes(found: Sequence[str], state: Mapping[str, torch.Tensor]) ->
     return wrong
 
 
+def differing_tensors(weights: Path, state: Mapping[str, torch.Tensor]) -> list[str]:
+    """Names of the tensors of a safetensors file that are not the trainer's, cast to bf16 as torch casts, bit for bit."""
+    with safe_open(weights, framework="pt") as file:
+        names = set(file.keys())
+        return sorted(
+            (names ^ state.keys())
+            | {
+                name
+                for name in names & state.keys()
+                if not torch.equal(
+                    file.get_tensor(name).view(torch.int16), state[name].detach().to(torch.bfloat16).view(torch.int16)
+                )
+            }
+        )
+
+
 def differing_bytes(dumps: Path, ranks: int, weights: Path) -> list[str]:
     """Names of the tensors of which a live copy differs from the file, or of which some element is live on no rank.
 

@@ -22,6 +22,8 @@ from vllm_delta_sync.demo import check, checkpoint
 from vllm_delta_sync.demo.load import Load, Traffic
 from vllm_delta_sync.demo.session import Commit, Session
 from vllm_delta_sync.demo.train import Trainer
+from vllm_delta_sync.log import DeltaLog
+from vllm_delta_sync.log.export import export
 from vllm_delta_sync.trainer import Publication, Publisher
 
 MIN_STEPS = 6
@@ -113,10 +115,10 @@ def run(cache: Path, steps: int, tensor_parallel: int, keep: bool, console: Cons
         audit = session.audit()
         session.dump(work / "live")
     exported = work / "exported"
-    exported.mkdir()
-    checkpoint.write(exported, trainer.state(), like=model)
+    export(DeltaLog.open(work / "bucket"), steps, exported, model)
     wrong = check.differing_hashes(audit["tensor_hashes"] or (), trainer.state())
     wrong += check.differing_bytes(work / "live", tensor_parallel, exported / checkpoint.WEIGHTS)
+    wrong += check.differing_tensors(exported / checkpoint.WEIGHTS, trainer.state())
     console.print("starting a fresh server on the exported weights, to compare greedy completions (up to a minute)")
     fresh = _fresh_completions(work, exported, tensor_parallel)
     for name in sorted(set(wrong)):

@@ -27,6 +27,9 @@ logger = logging.getLogger("vllm.delta_sync")
 
 BACKGROUND_NICENESS = 10
 
+# Taken when the worker is made, before vLLM's CPU backend binds it to the cores that compute: a thread would inherit that.
+_CORES = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else None
+
 
 class Agent:
     """Connects one rank to its engine's controller.
@@ -107,7 +110,8 @@ class Agent:
 
 def _background(work: Callable[[], None], name: str) -> None:
     def run() -> None:
-        if hasattr(os, "setpriority"):
+        if _CORES is not None:
+            os.sched_setaffinity(0, _CORES)
             os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), BACKGROUND_NICENESS)
         work()
 

@@ -86,3 +86,12 @@ def test_one_wrong_bit_in_one_copy_is_named(tmp_path: Path, state: dict[str, tor
 def test_an_element_that_is_live_nowhere_is_named(tmp_path: Path, state: dict[str, torch.Tensor]) -> None:
     weights = _two_ranks(tmp_path, state)
     assert check.differing_bytes(tmp_path, 1, weights) == ["b"]
+
+
+def test_an_exported_file_must_hold_the_trainers_tensors_and_no_others(tmp_path: Path) -> None:
+    state = {"a": torch.randn(4, 3), "b": torch.tensor([-0.0, 1.0])}
+    weights = tmp_path / "model.safetensors"
+    save_file({name: tensor.to(torch.bfloat16) for name, tensor in state.items()}, weights)
+    assert check.differing_tensors(weights, state) == []
+    assert check.differing_tensors(weights, {**state, "b": torch.tensor([0.0, 1.0])}) == ["b"]
+    assert check.differing_tensors(weights, {"a": state["a"]}) == ["b"]
