@@ -39,7 +39,7 @@ def differing_hashes(found: Sequence[str], state: Mapping[str, torch.Tensor]) ->
 
 
 def differing_tensors(weights: Path, state: Mapping[str, torch.Tensor]) -> list[str]:
-    """Names of the tensors of a safetensors file that are not the trainer's, cast to bf16 as torch casts, bit for bit."""
+    """Names of the tensors of a file that are not, bit for bit, the trainer's, cast to bf16 as torch casts."""
     with safe_open(weights, framework="pt") as file:
         names = set(file.keys())
         return sorted(

@@ -27,7 +27,7 @@ logger = logging.getLogger("vllm.delta_sync")
 
 BACKGROUND_NICENESS = 10
 
-# Taken when the worker is made, before vLLM's CPU backend binds it to the cores that compute: a thread would inherit that.
+# Taken when the worker is made: later vLLM's CPU backend binds it to the cores that compute, and threads inherit that.
 _CORES = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else None
 
 
