@@ -75,7 +75,7 @@ class DeltaSyncConfig(_Settings):
     """`catch_up` takes no request before the version that is latest at start is served; `serve_base` starts at once."""
 
     catch_up_timeout_s: float = Field(default=600.0, gt=0)
-    """Seconds that `catch_up` may take before `on_error` decides."""
+    """Seconds that `catch_up` may take before the start fails."""
 
     kv_cache: Literal["keep", "reset_prefix", "recompute"] = "reset_prefix"
     """After a commit: `keep` every block, let no *later* request reuse an old block (`reset_prefix`), or also
@@ -108,14 +108,24 @@ class DeltaSyncConfig(_Settings):
 
 
 def _parse_store_uri(uri: str) -> dict[str, str]:
-    scheme, separator, rest = uri.partition("://")
-    if not separator:
-        return {"kind": "file", "path": uri}
-    if scheme != "file":
+    scheme, separator, _ = uri.partition("://")
+    if separator and scheme != "file":
         raise ValueError(f"store {uri!r} has the scheme {scheme!r}, and the stores that exist are: file://")
+    return {"kind": "file", "path": file_path(uri)}
+
+
+def file_path(uri: str) -> str:
+    """The path that a file URI (percent-decoded; `#` and `?` are letters like others) or a plain path names.
+
+    For trainer and servers alike, so that one URI is one directory. Raises ValueError when a file URI names a host.
+    """
+    _, separator, rest = uri.partition("://")
+    if not separator:
+        return uri
+    rest = rest.removeprefix("localhost") if rest.startswith("localhost/") else rest
     if not rest.startswith("/"):
         raise ValueError(f"store {uri!r} names a host: a file URI has three slashes, file:///{rest}")
-    return {"kind": "file", "path": unquote(rest)}
+    return unquote(rest)
 
 
 def parse(settings: object, where: str) -> DeltaSyncConfig:

@@ -27,6 +27,12 @@ class UnsupportedEngine(ConfigError):
     cause = "unsupported_engine"
 
 
+class NotCaughtUp(DeltaSyncError):
+    """A server under `start: catch_up` did not get to the latest version in time."""
+
+    cause = "not_caught_up"
+
+
 # --- the store -----------------------------------------------------------------------------------------------------
 class StoreError(DeltaSyncError):
     """The object store refused or failed."""
@@ -151,3 +157,9 @@ class PublishError(DeltaSyncError):
     """A version did not become durable; it and those behind it were unwound, nothing is lost."""
 
     cause = "publish"
+
+
+class UnsettledWrite(PublishError):
+    """Whether a version became the tip, durably, cannot be told; only a publisher that resumes from the log can."""
+
+    cause = "unsettled_write"

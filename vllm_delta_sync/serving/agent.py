@@ -6,14 +6,16 @@ goes wrong becomes a `Failed` message; a step is never waited for and never held
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import threading
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 
 from vllm_delta_sync.config import DeltaSyncConfig
-from vllm_delta_sync.errors import DeltaSyncError, UnsupportedEngine
+from vllm_delta_sync.errors import DeltaSyncError, MalformedObject, UnsupportedEngine
 from vllm_delta_sync.log import DeltaLog
 from vllm_delta_sync.serving import messages as msg
 from vllm_delta_sync.serving.channel import Spoke
@@ -47,13 +49,16 @@ class Agent:
 
     def start(self) -> None:
         """Start the command thread, and on the leader the polling thread."""
-        _background(self._serve, f"delta-sync-commands-{self._rank.number}")
+        self._in_background(self._serve, f"delta-sync-commands-{self._rank.number}")
         if self._rank.number == LEADER:
             config = self._config
             self._follower = Follower(
-                lambda: DeltaLog.open(config.store.uri, run=config.run), self._spoke.send, config.poll_interval_s
+                lambda: DeltaLog.open(config.store.uri, run=config.run),
+                self._spoke.send,
+                config.poll_interval_s,
+                must_exist=config.run is not None,
             )
-            _background(self._follower.run, "delta-sync-follower")
+            self._in_background(self._follower.run, "delta-sync-follower")
 
     def want_audit(self) -> None:
         self._spoke.send(msg.WantAudit())
@@ -66,16 +71,16 @@ class Agent:
                 if self._follower is not None:
                     self._follower.stop()
                 return
+            except MalformedObject as error:
+                raise UnsupportedEngine(f"the engine runs another release of vllm-delta-sync: {error}") from error
             if isinstance(command, msg.Audit):  # long; staging goes on beside it
-                _background(partial(self._answer_audit, command.number), "delta-sync-audit")
+                self._in_background(partial(self._answer, command), "delta-sync-audit")
             else:
                 self._answer(command)
 
-    def _answer_audit(self, number: int) -> None:
-        self._spoke.send(self._rank.audit(number))
-
     def _answer(self, command: Message) -> None:
         version = command.ref.version if isinstance(command, msg.Stage) else None
+        reply: Message | None
         try:
             reply = self._carry_out(command)
         except DeltaSyncError as error:
@@ -84,7 +89,7 @@ class Agent:
             logger.exception("delta-sync: %s failed", command.kind)
             reply = msg.Failed(command.kind, version, "internal", f"{type(error).__name__}: {error}")
         if reply is not None:
-            self._spoke.send(reply)
+            self._spoke.send(replace(reply, attempt=command.attempt))
 
     def _carry_out(self, command: Message) -> Message | None:
         rank = self._rank
@@ -99,20 +104,36 @@ class Agent:
                 return locate(rank.log, rank.base, refs, lanes, skip)
             case msg.Joined(ref):
                 rank.join(ref)
-                return None
+                return msg.Holding(ref.version)
             case msg.Stage(ref):
                 return rank.stage(ref)
+            case msg.Audit(number):
+                return rank.audit(number)
             case msg.Drop():
                 rank.drop()
                 return None
         raise UnsupportedEngine(f"rank {rank.number} was told {command.kind!r}, which this release does not know")
 
+    def _in_background(self, work: Callable[[], None], name: str) -> None:
+        def run() -> None:
+            _step_back()
+            try:
+                work()
+            except Exception:
+                # Without this thread the rank is deaf: let the controller see it leave, rather than wait for it.
+                logger.exception("delta-sync: %s ended", name)
+                self._spoke.close()
 
-def _background(work: Callable[[], None], name: str) -> None:
-    def run() -> None:
-        if _CORES is not None:
-            os.sched_setaffinity(0, _CORES)
-            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), BACKGROUND_NICENESS)
-        work()
+        threading.Thread(target=run, name=name, daemon=True).start()
 
-    threading.Thread(target=run, name=name, daemon=True).start()
+
+def _step_back() -> None:
+    """Put the calling thread behind those that compute tokens, where the system lets us."""
+    if _CORES is None:
+        return
+    with contextlib.suppress(OSError):
+        os.sched_setaffinity(0, _CORES)
+    thread = threading.get_native_id()
+    with contextlib.suppress(OSError):
+        niceness = os.getpriority(os.PRIO_PROCESS, thread)
+        os.setpriority(os.PRIO_PROCESS, thread, max(niceness, BACKGROUND_NICENESS))

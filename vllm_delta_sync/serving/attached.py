@@ -7,13 +7,16 @@ from __future__ import annotations
 
 import logging
 import time
+from collections import deque
 from typing import Any, NoReturn
 
 from vllm_delta_sync import config as settings
-from vllm_delta_sync.errors import DeltaSyncError, Poisoned, UnsupportedEngine
-from vllm_delta_sync.serving.controller import Committed, Controller, EngineFailed, Event, Phase, Traced
+from vllm_delta_sync.errors import DeltaSyncError, NotCaughtUp, Poisoned, UnsupportedEngine
+from vllm_delta_sync.serving.actions import Committed, EngineFailed, Event, Traced
+from vllm_delta_sync.serving.controller import Controller
 from vllm_delta_sync.serving.engine import PLUGIN
 from vllm_delta_sync.serving.loop import Gate, Loop
+from vllm_delta_sync.serving.state import Phase
 from vllm_delta_sync.serving.status import StatusFile, status_path
 
 logger = logging.getLogger("vllm.delta_sync")
@@ -32,69 +35,93 @@ class EngineWork:
     def __init__(self, core: Any, config: settings.DeltaSyncConfig) -> None:
         self._core = core
         self._config = config
-        self.epoch = 0  # grows with every attempt to commit, so that no cached block outlives the weights it came from
         self.kernel: dict[str, str] = {}
-        self._batches_before_label = 0
-        self._label: str | None = None
+        self.salt: str | None = None  # names the weights that serve; None until they are known
+        self._run = ""
+        self._failed_commits = 0
+        self._labels: deque[tuple[int, str]] = deque()  # (batches in flight that still belong to the one before, label)
+        self._encoder_stale = False
 
     def open(self, address: str, authkey: bytes) -> int:
         """Connect the ranks; returns how many there are."""
         return len(self._call("delta_sync_open", (address, authkey.hex())))
 
-    def trace(self) -> Event:
+    def trace(self, attempt: int) -> Event:
         try:
             results = sorted(self._call("delta_sync_trace"), key=lambda result: result["rank"])
         except DeltaSyncError as error:
-            return EngineFailed(error.cause, str(error))
+            return EngineFailed(attempt, error.cause, str(error))
         self.kernel = {name: results[0][name] for name in ("kernel", "kernel_reason")}
         logger.info("delta-sync: kernel %s (%s)", *self.kernel.values())
-        return Traced(tuple(results[0]["specs"]), tuple(result["layout"] for result in results))
+        return Traced(attempt, tuple(results[0]["specs"]), tuple(result["layout"] for result in results))
 
     def commit(self, version: int) -> Event:
         """Every rank or none. Queued behind the batches in flight, and before the next."""
         begin = time.perf_counter()
-        self.epoch += 1
+        before = self.salt
+        # From here on, so that no request that comes in meanwhile is given blocks of the weights that go. After a
+        # failed attempt some requests carry the name of weights that never served: it is not used again.
+        self.salt = f"{self._run}:{version}" + (f"~{self._failed_commits}" if self._failed_commits else "")
+        # Batches in flight come first, and may take as long as they like.
+        timeout = None if getattr(self._core, "batch_queue", None) else self._config.commit_timeout_s
         try:
-            self._call("delta_sync_commit", (version,), self._config.commit_timeout_s)
+            self._call("delta_sync_commit", (version,), timeout)
         except Poisoned as error:
             return Committed(version, time.perf_counter() - begin, (error.cause, str(error)), trusted=False)
         except DeltaSyncError as error:
+            self.salt, self._failed_commits = before, self._failed_commits + 1
             trusted = self._roll_back(version)
             return Committed(version, time.perf_counter() - begin, (error.cause, str(error)), trusted)
         self._set_label(str(version))
         self._treat_caches()
         return Committed(version, time.perf_counter() - begin)
 
-    def adopt(self, version: int) -> None:
+    def adopt(self, run: str, version: int) -> None:
         """Label outputs with the version that the server was loaded with."""
+        self._run, self.salt = run, f"{run}:{version}"
         self._set_label(str(version))
 
     def stop(self, text: str) -> NoReturn:
         """End the engine, and with it the server."""
         raise DeltaSyncError(f"delta-sync stops the server (on_error: stop): {text}")
 
-    def batch_labelled(self) -> None:
+    def after_batch(self) -> None:
         """One batch's outputs got their weight version; the batches in flight at a commit keep the old one."""
-        if self._label is not None:
-            self._batches_before_label -= 1
-            if self._batches_before_label <= 0:
-                self._core.set_weight_version(self._label)
-                self._label = None
+        if self._labels:
+            left, label = self._labels[0]
+            if left > 1:
+                self._labels[0] = (left - 1, label)
+            else:
+                self._labels.popleft()
+                self._core.set_weight_version(label)
+        if self._encoder_stale:
+            self._reset_encoder_cache()
 
     def _set_label(self, label: str) -> None:
-        in_flight = len(self._core.batch_queue or ()) if hasattr(self._core, "batch_queue") else 0
-        if in_flight:
-            self._label, self._batches_before_label = label, in_flight
+        in_flight = len(getattr(self._core, "batch_queue", None) or ())
+        waiting = sum(left for left, _ in self._labels)
+        if in_flight > waiting:
+            self._labels.append((in_flight - waiting, label))
+        elif self._labels:
+            self._labels[-1] = (self._labels[-1][0], label)
         else:
             self._core.set_weight_version(label)
 
     def _treat_caches(self) -> None:
-        scheduler = getattr(self._core, "scheduler", None)  # absent while the engine is still being built
-        if scheduler is None or self._config.kv_cache == "keep":
-            return
+        if self._config.kv_cache == "keep" or not hasattr(self._core, "scheduler"):
+            return  # the scheduler is absent while the engine is still being built
         if self._config.kv_cache == "recompute":
-            self._core.reset_prefix_cache(reset_running_requests=True)
-        if self._core.vllm_config.model_config.is_multimodal_model and not scheduler.has_unfinished_requests():
+            try:
+                self._core.reset_prefix_cache(reset_running_requests=True)
+            except RuntimeError as error:  # blocks that wait for a remote transfer cannot be taken back
+                logger.error("delta-sync: running requests keep keys and values of the version before: %s", error)
+        if self._core.vllm_config.model_config.is_multimodal_model:
+            self._reset_encoder_cache()
+
+    def _reset_encoder_cache(self) -> None:
+        """At once, or as soon as no request needs what it holds."""
+        self._encoder_stale = self._core.scheduler.has_unfinished_requests()
+        if not self._encoder_stale:
             self._core.reset_encoder_cache()
 
     def _roll_back(self, version: int) -> bool:
@@ -157,12 +184,12 @@ class Attached:
             self._catch_up()
 
     def salt(self, request: Any) -> None:
-        """Give a new request's blocks a hash of their own per commit, so that none computed before serves it.
+        """Make the version part of a new request's block hashes, so that no block computed before serves it.
 
         vLLM's own reset of the prefix cache refuses while requests run, and would starve under constant traffic.
         """
-        if self.config.kv_cache != "keep" and self.ops.epoch:
-            request.cache_salt = f"{request.cache_salt or ''}\0delta-sync:{self.ops.epoch}"
+        if self.config.kv_cache != "keep" and self.ops.salt is not None:
+            request.cache_salt = f"{request.cache_salt or ''}|delta-sync:{self.ops.salt}"
 
     def stop(self) -> None:
         self.loop.stop()
@@ -181,7 +208,7 @@ class Attached:
         logger.info("delta-sync: catching up with %s before serving", self.config.store.uri)
         while not self.loop.settled.is_set():
             if time.monotonic() > deadline:
-                raise UnsupportedEngine(
+                raise NotCaughtUp(
                     f"could not catch up with {self.config.store.uri} within catch_up_timeout_s = "
                     f"{self.config.catch_up_timeout_s:.0f} s "
                     f"({self.loop.last_error or 'no error, just slow'}); raise it, or set `start: "
@@ -193,7 +220,7 @@ class Attached:
         if status.phase in (Phase.HALTED, Phase.POISONED):
             raise _as_error((status.last_error or "").partition(":")[0], status.last_error or status.phase.value)
         if status.served is None:
-            logger.info("delta-sync: nothing is published at %s yet; serving the checkpoint", self.config.store.uri)
+            logger.warning("delta-sync: nothing is published at %s yet; serving the checkpoint", self.config.store.uri)
 
 
 def _require_queue(executor: Any) -> None:

@@ -7,9 +7,11 @@ that only this user can enter.
 
 from __future__ import annotations
 
+import contextlib
 import secrets
 import tempfile
 import threading
+import time
 from collections.abc import Callable
 from multiprocessing.connection import Client, Connection, Listener
 from pathlib import Path
@@ -19,6 +21,7 @@ from vllm_delta_sync.serving import messages
 from vllm_delta_sync.serving.messages import Lost, Message
 
 MAX_MESSAGE_BYTES = 1 << 28
+ACCEPT_PAUSE_S = 0.05  # after a failed accept, which may be one that fails at once and for ever
 
 
 class Hub:
@@ -64,6 +67,8 @@ class Hub:
 
     def close(self) -> None:
         self._closed = True
+        with contextlib.suppress(Exception):  # an accept that waits is not woken by closing its socket
+            Client(self.address, family="AF_UNIX", authkey=self.authkey).close()
         for connection in self._ranks.values():
             connection.close()
         self._listener.close()
@@ -73,9 +78,10 @@ class Hub:
         while not self._closed:
             try:
                 connection = self._listener.accept()
-            except Exception:  # a stranger without the key, or the listener was closed: the loop's condition tells
+                rank = int.from_bytes(connection.recv_bytes(8), "little")
+            except Exception:  # a stranger without the key, one that left, or the listener was closed
+                time.sleep(ACCEPT_PAUSE_S)
                 continue
-            rank = int.from_bytes(connection.recv_bytes(8), "little")
             with self._arrived:
                 self._ranks[rank] = connection
                 self._arrived.notify_all()

@@ -21,7 +21,14 @@ logger = logging.getLogger("vllm.delta_sync")
 PLUGIN = "delta_sync"
 EXTENSIONS = ("vllm_delta_sync.WorkerExtension", "vllm_delta_sync.serving.extension.WorkerExtension")
 _ATTRIBUTE = "_delta_sync"
-_CORE_METHODS = ("_initialize_kv_caches", "preprocess_add_request", "step", "step_with_batch_queue", "shutdown")
+_CORE_METHODS = (
+    "_initialize_kv_caches",
+    "preprocess_add_request",
+    "step",
+    "step_with_batch_queue",
+    "shutdown",
+    "set_weight_version",
+)
 
 _installed = False
 _problem: str | None = None
@@ -76,8 +83,19 @@ def require_installed(vllm_config: Any, environ: Mapping[str, str]) -> None:
         )
     if _problem is not None:
         raise UnsupportedEngine(_problem)
+    if not is_ours(vllm_config):
+        raise UnsupportedEngine(
+            f"--worker-extension-cls {vllm_config.parallel_config.worker_extension_cls} derives from WorkerExtension, "
+            f"and the engine side knows only {EXTENSIONS[0]} itself; name that one"
+        )
+    if vllm_config.model_config.enable_sleep_mode:
+        raise UnsupportedEngine(
+            "--enable-sleep-mode takes the weights away while the engine sleeps, and updates would be written into "
+            "memory that is not there; serve without it"
+        )
     parallel = vllm_config.parallel_config
-    if parallel.data_parallel_size > 1 and parallel.enable_expert_parallel:
+    experts = parallel.enable_expert_parallel or getattr(vllm_config.model_config, "is_moe", False)
+    if parallel.data_parallel_size > 1 and experts:
         raise UnsupportedEngine(
             "data parallel with expert parallel runs one forward over all replicas, which commits would "
             "have to enter together; "
@@ -107,8 +125,13 @@ def _attach_after(original: Callable[..., Any]) -> Callable[..., Any]:
         if is_ours(core.vllm_config):
             from vllm_delta_sync.serving.attached import Attached
 
-            core.__dict__[_ATTRIBUTE] = Attached(core)
-            core.__dict__[_ATTRIBUTE].start()
+            ours = Attached(core)
+            core.__dict__[_ATTRIBUTE] = ours
+            try:
+                ours.start()
+            except BaseException:
+                ours.stop()
+                raise
         return result
 
     return initialize_kv_caches
@@ -117,6 +140,8 @@ def _attach_after(original: Callable[..., Any]) -> Callable[..., Any]:
 def _salt_before(original: Callable[..., Any]) -> Callable[..., Any]:
     def preprocess_add_request(core: Any, request: Any) -> Any:
         if (ours := attached(core)) is not None:
+            if ours.in_process:  # a commit that waits comes before whatever is asked for after it
+                ours.gate.run_pending()
             ours.salt(request)
         return original(core, request)
 
@@ -134,9 +159,11 @@ def _run_pending_before(original: Callable[..., Any]) -> Callable[..., Any]:
 
 def _detach_before(original: Callable[..., Any]) -> Callable[..., Any]:
     def shutdown(core: Any) -> Any:
-        if (ours := attached(core)) is not None:
-            ours.stop()
-        return original(core)
+        try:
+            if (ours := attached(core)) is not None:
+                ours.stop()
+        finally:
+            original(core)
 
     return shutdown
 
@@ -158,7 +185,7 @@ def _label_after(original: Callable[..., Any]) -> Callable[..., Any]:
     def attach_weight_version(core: Any, outputs: Any) -> Any:
         result = original(core, outputs)
         if (ours := attached(core)) is not None:
-            ours.ops.batch_labelled()
+            ours.ops.after_batch()
         return result
 
     return attach_weight_version

@@ -114,7 +114,7 @@ class WorkerExtension:
         """Ask for a full pass over the live weights of all ranks; the outcome appears in the engine's status."""
         if self._delta_sync_rank.number == LEADER:
             self._delta_sync_agent.want_audit()
-        return {"requested": True}
+        return {"requested": self._delta_sync_rank.version is not None}
 
     @_told
     def delta_sync_dump(self, directory: str) -> dict[str, Any]:

@@ -24,13 +24,22 @@ class Follower:
     Args:
         open_log: opens the log anew; raises NotFound while nothing is published.
         tell: takes Tip, NothingPublished and PollFailed.
+        must_exist: whether a log that is not there is a failure, not one that has yet to begin.
         interval_s: seconds between two polls, ± 20 %.
     """
 
-    def __init__(self, open_log: Callable[[], DeltaLog], tell: Callable[[Message], None], interval_s: float) -> None:
+    def __init__(
+        self,
+        open_log: Callable[[], DeltaLog],
+        tell: Callable[[Message], None],
+        interval_s: float,
+        *,
+        must_exist: bool = False,
+    ) -> None:
         self._open_log = open_log
         self._tell = tell
         self._interval_s = interval_s
+        self._must_exist = must_exist
         self._log: DeltaLog | None = None
         self._tip: Ref | None = None
         self._failures = 0
@@ -50,7 +59,7 @@ class Follower:
         try:
             self._look()
         except NotFound as error:
-            if self._log is not None:
+            if self._log is not None or self._must_exist:
                 return self._failed(error)
             if not self._said_nothing:
                 self._tell(NothingPublished())
@@ -107,5 +116,5 @@ class Follower:
         self._tell(PollFailed(error.cause, str(error)))
         if isinstance(error, RateLimited):
             return error.retry_after + 1.0
-        limit = min(self._interval_s * 2**self._failures, LAST_BACK_OFF_S)
+        limit = min(self._interval_s * 2 ** min(self._failures, 16), LAST_BACK_OFF_S)
         return random.uniform(min(self._interval_s, limit), max(limit, self._interval_s))

@@ -14,21 +14,11 @@ from collections import deque
 from collections.abc import Callable
 from typing import NoReturn, Protocol
 
+from vllm_delta_sync.serving.actions import Action, Adopt, Commit, Committed, Event, Send, Stop, Tick, Trace
 from vllm_delta_sync.serving.channel import Hub
-from vllm_delta_sync.serving.controller import (
-    Action,
-    Adopt,
-    Commit,
-    Committed,
-    Controller,
-    Event,
-    Phase,
-    Send,
-    Stop,
-    Tick,
-    Trace,
-)
-from vllm_delta_sync.serving.messages import Located
+from vllm_delta_sync.serving.controller import Controller
+from vllm_delta_sync.serving.messages import Holding
+from vllm_delta_sync.serving.state import Phase
 from vllm_delta_sync.serving.status import StatusFile
 
 logger = logging.getLogger("vllm.delta_sync")
@@ -39,9 +29,9 @@ TICK_S = 0.5
 class EngineOps(Protocol):
     """What the engine thread can do for the controller; trace and commit return how it went."""
 
-    def trace(self) -> Event: ...
+    def trace(self, attempt: int) -> Event: ...
 
-    def adopt(self, version: int) -> None: ...
+    def adopt(self, run: str, version: int) -> None: ...
 
     def commit(self, version: int) -> Event: ...
 
@@ -76,12 +66,12 @@ class Gate:
         begin = time.thread_time()
         while self._pending:
             match self._pending.popleft():
-                case Trace():
-                    self._report(self._ops.trace())
+                case Trace(attempt):
+                    self._report(self._ops.trace(attempt))
                 case Commit(version):
                     self._report(self._ops.commit(version))
-                case Adopt(version):
-                    self._ops.adopt(version)
+                case Adopt(run, version):
+                    self._ops.adopt(run, version)
                 case Stop(text):
                     self._ops.stop(text)
         self.seconds += time.thread_time() - begin
@@ -137,18 +127,23 @@ class Loop:
             if item is None:
                 return
             rank, event = item
-            before = self._fingerprint()
-            failures = sum(self._controller.status.failures.values())
             try:
-                for action in self._controller.handle(event, time.time(), rank):
-                    self._carry_out(action)
+                self._take(rank, event)
             except Exception:
                 # A defect here must not take the server with it: it serves on, and says that it follows no more.
-                logger.exception("delta-sync: internal error on %r", type(event).__name__)
-                self._controller.give_up("internal", f"internal error on {type(event).__name__}; see the log")
-            if self._fingerprint() != before:
-                self._tell(event, failed=sum(self._controller.status.failures.values()) > failures)
+                logger.exception("delta-sync: internal error on %s", type(event).__name__)
+                for action in self._controller.give_up("internal", f"on {type(event).__name__}; see the log"):
+                    self._carry_out(action)
                 self._publish()
+
+    def _take(self, rank: int, event: Event) -> None:
+        before = self._fingerprint()
+        failures = sum(self._controller.status.failures.values())
+        for action in self._controller.handle(event, time.time(), rank):
+            self._carry_out(action)
+        if self._fingerprint() != before:
+            self._tell(event, failed=sum(self._controller.status.failures.values()) > failures)
+            self._publish()
 
     def _carry_out(self, action: Action) -> None:
         if isinstance(action, Send):
@@ -163,8 +158,14 @@ class Loop:
     def _fingerprint(self) -> tuple[object, ...]:
         status = self._controller.status
         return (
-            status.phase, status.served, status.latest, status.empty, sum(status.failures.values()), status.audit,
-            status.audits, )  # fmt: skip
+            status.phase,
+            status.served,
+            status.latest,
+            status.empty,
+            sum(status.failures.values()),
+            status.audit,
+            status.audits,
+        )
 
     def _tell(self, event: Event, *, failed: bool) -> None:
         status = self._controller.status
@@ -176,7 +177,7 @@ class Loop:
                 record.version, record.step, record.changed, record.fetched_bytes / 1e6, record.fetch_seconds,
                 record.stage_seconds, record.commit_seconds * 1e3,
             )  # fmt: skip
-        elif isinstance(event, Located) and event.version is not None:
+        elif isinstance(event, Holding):
             logger.info("delta-sync: the weights are proven to be version %d of run %s", event.version, status.run)
         elif status.phase in (Phase.HALTED, Phase.POISONED):
             logger.error(

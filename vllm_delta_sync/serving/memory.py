@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 from vllm_delta_sync import kernels, native
-from vllm_delta_sync.errors import StateHashMismatch, StrayWrite, UnsupportedLayout
+from vllm_delta_sync.errors import Poisoned, StateHashMismatch, StrayWrite, UnsupportedLayout
 from vllm_delta_sync.native import Seed
 from vllm_delta_sync.native.types import I64, U32, Bits
 from vllm_delta_sync.serving.affine import Region
@@ -111,17 +111,32 @@ class LiveMemory:
         """Write all patches, or none.
 
         Raises:
-            StrayWrite: a live element is not what was staged against; every element is as it was before the call.
+            StrayWrite: a live element is not what was staged against; every element is as it was before the call. So
+                it is after any other error of a kernel, too.
+            Poisoned: what was written before the error could not be taken back.
         """
-        for done, patch in enumerate(patches):
-            first = self._backend.scatter(self._targets[patch.width], patch)
+        written: list[Patch] = []
+        try:
+            for patch in patches:
+                first = self._backend.scatter(self._targets[patch.width], patch)
+                if first >= 0:
+                    raise StrayWrite(
+                        f"live element {first} of {patch.elements} was written by something else between staging and "
+                        "commit; nothing was changed"
+                    )
+                written.append(patch)
+        except BaseException as error:
+            self._take_back(written, error)
+            raise
+
+    def _take_back(self, written: Sequence[Patch], cause: BaseException) -> None:
+        for patch in reversed(written):
+            try:
+                first = self._backend.scatter(self._targets[patch.width], patch.reversed())
+            except Exception as error:
+                raise Poisoned(f"the kernel failed twice, and part of an update stays written: {error}") from cause
             if first >= 0:
-                for written in patches[:done]:
-                    self._backend.scatter(self._targets[written.width], written.reversed())
-                raise StrayWrite(
-                    f"live element {first} of {patch.elements} was written by something else between "
-                    "staging and commit; nothing was changed"
-                )
+                raise Poisoned("part of an update stays written: something else wrote over it meanwhile") from cause
 
 
 def offsets_of(region: Region, targets: I64) -> U32:

@@ -34,11 +34,16 @@ class Ref:
         return ObjectRef(key=self.key, sha256=self.sha256)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Message:
-    """Base of all messages; `kind` names the class on the wire."""
+    """Base of all messages; `kind` names the class on the wire.
+
+    `attempt` is the controller's number for what a command belongs to; a reply repeats it, so that a late answer to
+    something given up is known as such.
+    """
 
     kind: ClassVar[str] = ""
+    attempt: int = 0
 
 
 # --- leader → controller ---------------------------------------------------------------------------------------------
@@ -154,6 +159,14 @@ class Proved(Message):
 
 
 @dataclass(frozen=True)
+class Holding(Message):
+    """The rank keeps its books for that version from now on."""
+
+    kind = "holding"
+    version: int
+
+
+@dataclass(frozen=True)
 class Staged(Message):
     """A version waits in memory.
 
@@ -216,7 +229,7 @@ _KINDS: dict[str, type[Message]] = {
     cls.kind: cls
     for cls in (
         Tip, NothingPublished, PollFailed, Located, LoadBase, Prove, Locate, Joined, Stage, Drop, Audit,
-        BaseLoaded, Proved, Staged, Audited, WantAudit, Failed, Lost,
+        BaseLoaded, Proved, Holding, Staged, Audited, WantAudit, Failed, Lost,
     )
 }  # fmt: skip
 

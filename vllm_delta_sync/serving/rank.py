@@ -8,14 +8,15 @@ from __future__ import annotations
 
 import time
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from typing import TypeVar
 
 import numpy as np
 import torch
 
 from vllm_delta_sync import kernels
-from vllm_delta_sync.errors import DigestMismatch, Poisoned, StateError, VersionGap
+from vllm_delta_sync.errors import DigestMismatch, Poisoned, StateError, StateHashMismatch, VersionGap
 from vllm_delta_sync.log import DeltaLog
 from vllm_delta_sync.serving import messages as msg
 from vllm_delta_sync.serving.layout import Layout, trace
@@ -26,6 +27,8 @@ from vllm_delta_sync.serving.traced import RankLayout
 from vllm_delta_sync.wire import state_hash
 from vllm_delta_sync.wire.manifest import Manifest
 from vllm_delta_sync.wire.table import VersionTable
+
+_Item = TypeVar("_Item")
 
 
 @dataclass(frozen=True)
@@ -99,13 +102,12 @@ class Rank:
     def join(self, ref: Ref) -> None:
         """The proven weights are those of this version."""
         assert self._proven is not None and self.base is not None and self.log is not None
-        self._proven = _Proven(ref.version, self._proven.lanes)
-        self._held = ref
         hashes = self.base.hashes.copy()
         if ref.version:
             for manifest in self.log.chain(0, self.log.manifest(ref.to_object())):
                 self._advance(hashes, self.log.table(manifest))
-        self._hashes = hashes
+        self._proven = _Proven(ref.version, self._proven.lanes)
+        self._held, self._hashes = ref, hashes
 
     # --- following ---------------------------------------------------------------------------------------------------
     def stage(self, ref: Ref) -> msg.Staged:
@@ -119,8 +121,9 @@ class Rank:
         _require_child(manifest, held)
         table = self.log.table(manifest)
         table.require_known(self._by_name, f"version {ref.version}")
-        blocks = list(self.log.block_bytes(manifest, table))
-        fetched = time.perf_counter()
+        fetching = _Stopwatch()
+        blocks = fetching.over(self.log.block_bytes(manifest, table))
+        fetching.seconds = time.perf_counter() - begin
         effect = stage(blocks, self.layout.regions, self._regions_of, self._seeds, self.memory)
         after = self._hashes.copy()
         tensors = self._advance(after, table)
@@ -136,8 +139,8 @@ class Rank:
             fetched_bytes=manifest.totals.bytes,
             changed=manifest.totals.changed,
             step=manifest.step,
-            fetch_seconds=fetched - begin,
-            stage_seconds=time.perf_counter() - fetched,
+            fetch_seconds=fetching.seconds,
+            stage_seconds=time.perf_counter() - begin - fetching.seconds,
         )
 
     def drop(self) -> None:
@@ -178,7 +181,11 @@ class Rank:
         passed = np.zeros_like(self._proven.lanes)
         wrong = []
         for index in range(len(self.layout.regions)):
-            lanes, proven = self._hash_settled(index)
+            try:
+                lanes, proven = self._hash_settled(index)
+            except StateHashMismatch:  # a widened element holds what no published one can
+                wrong.append(self.layout.regions[index].tensor)
+                continue
             passed[index] = lanes - proven  # zero when right
             if passed[index].any():
                 wrong.append(self.layout.regions[index].tensor)
@@ -248,6 +255,25 @@ class Rank:
                 f"version {manifest.version}: its table leads to state root {root[:12]}…, its manifest "
                 f"says {manifest.state_root[:12]}…"
             )
+
+
+class _Stopwatch:
+    """Time spent waiting for an iterator, apart from what is done between its items."""
+
+    def __init__(self) -> None:
+        self.seconds = 0.0
+
+    def over(self, items: Iterable[_Item]) -> Iterator[_Item]:
+        iterator = iter(items)
+        while True:
+            begin = time.perf_counter()
+            try:
+                item = next(iterator)
+            except StopIteration:
+                return
+            finally:
+                self.seconds += time.perf_counter() - begin
+            yield item
 
 
 def _require_child(manifest: Manifest, held: Ref) -> None:

@@ -15,8 +15,8 @@ from typing import Any
 from prometheus_client import Counter, Gauge, Histogram
 from vllm.v1.metrics.loggers import StatLoggerBase
 
-from vllm_delta_sync.serving.controller import Phase
 from vllm_delta_sync.serving.engine import is_ours
+from vllm_delta_sync.serving.state import Phase
 from vllm_delta_sync.serving.status import status_path
 
 READ_INTERVAL_S = 0.25
@@ -40,7 +40,7 @@ class _Series:
 
         self.served = gauge("served_version", "Version of the weights being served; -1 before any is known.")
         self.latest = gauge("latest_version", "Newest version seen in the bucket; -1 before any is known.")
-        self.lag = gauge("lag_versions", "Latest minus served version.")
+        self.lag = gauge("lag_versions", "Latest minus served version; -1 before both are known.")
         self.age = gauge("seconds_since_commit", "Seconds since the last commit; NaN before the first.")
         self.phase = gauge("phase", "1 for the phase the engine is in.", ("phase",))
         self.kernel = gauge("kernel_info", "1 for the kernel backend that commits.", ("kernel", "reason"))
@@ -112,7 +112,7 @@ class _Reader:
         latest = -1 if body["latest"] is None else body["latest"]
         series.served.labels(*labels).set(served)
         series.latest.labels(*labels).set(latest)
-        series.lag.labels(*labels).set(latest - served)
+        series.lag.labels(*labels).set(-1 if body["served"] is None else latest - served)
         for phase in Phase:
             series.phase.labels(*labels, phase.value).set(float(phase.value == body["phase"]))
         if "kernel" in body:

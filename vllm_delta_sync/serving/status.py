@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 
 from vllm_delta_sync.errors import ConfigError
-from vllm_delta_sync.serving.controller import Status
+from vllm_delta_sync.serving.state import Status
 
 logger = logging.getLogger("vllm.delta_sync")
 

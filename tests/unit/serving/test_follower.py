@@ -136,7 +136,7 @@ def test_failures_are_looked_at_less_and_less_often_and_success_resets(watched: 
     watched.look()
     good = watched.latest().read_bytes()
     watched.latest().write_bytes(b"{}")
-    waits = [watched.follower.poll() for _ in range(12)]
+    waits = [watched.follower.poll() for _ in range(2000)]  # a night of it
     assert all(1.0 <= wait <= LAST_BACK_OFF_S for wait in waits) and max(waits[6:]) > 3.0
     watched.latest().write_bytes(good)
     assert watched.follower.poll() <= 1.2
@@ -162,3 +162,9 @@ def test_a_client_that_raises_anything_does_not_end_the_watch(tmp_path: Path) ->
     follower.poll()
     follower.poll()
     assert [type(message) for message in told] == [msg.PollFailed] * 2
+
+
+def test_a_run_that_was_asked_for_by_name_must_be_there(tmp_path: Path) -> None:
+    told: list[msg.Message] = []
+    Follower(lambda: DeltaLog.open(tmp_path, run="ab" * 16), told.append, 1.0, must_exist=True).poll()
+    assert failure(told).cause == "not_found"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import threading
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -14,6 +15,8 @@ from tests.unit.serving.fleet import Fleet, publish, train, weights
 from vllm_delta_sync import Publisher
 from vllm_delta_sync.errors import (
     DigestMismatch,
+    NotFound,
+    Poisoned,
     StateError,
     StateHashMismatch,
     StrayWrite,
@@ -233,3 +236,66 @@ def test_a_manifest_by_another_digest_is_refused(tmp_path: Path) -> None:
     with pytest.raises(DigestMismatch):
         fleet.stage(Ref(ref.version, ref.key, "0" * 64))
     assert np.array_equal(fleet.ranks[0]._hashes, fleet.ranks[0].base.hashes)  # type: ignore[union-attr]
+
+
+class _Failing:
+    """Kernels of which one kind of call fails, as a device that is out of memory does."""
+
+    def __init__(self, real: Any, widths: tuple[int, ...], *, undo_too: bool) -> None:
+        self.real, self.widths, self.undo_too, self.calls = real, widths, undo_too, 0
+        self.name, self.reason = real.name, real.reason
+
+    def scatter(self, targets: Any, patch: Any) -> int:
+        self.calls += 1
+        if patch.width in self.widths or (self.undo_too and self.calls > 1):
+            raise RuntimeError("out of memory")
+        return int(self.real.scatter(targets, patch))
+
+
+@pytest.mark.parametrize(("undo_too", "error"), [(False, RuntimeError), (True, Poisoned)])
+def test_a_kernel_that_fails_halfway_leaves_nothing_written_or_says_so(
+    tmp_path: Path, undo_too: bool, error: type[Exception]
+) -> None:
+    states = publish(tmp_path, weights(), steps=1)
+    fleet = Fleet(tmp_path, states[0], ranks=1)
+    fleet.join()
+    fleet.stage(fleet.refs()[1])
+    memory = fleet.ranks[0].memory
+    assert memory is not None
+    real = memory._backend
+    memory._backend = _Failing(real, (4,), undo_too=undo_too)  # type: ignore[assignment]
+    with pytest.raises(error):
+        fleet.commit(1)
+    assert fleet.serves(states[0]) is not undo_too and fleet.ranks[0].version == 0
+    if not undo_too:
+        memory._backend = real
+        fleet.commit(1)
+        assert fleet.serves(states[1])
+
+
+def test_an_audit_counts_a_widened_element_that_no_published_value_can_be(tmp_path: Path) -> None:
+    states = publish(tmp_path, weights(), steps=1)
+    fleet = Fleet(tmp_path, states[0], ranks=1)
+    fleet.join()
+    fleet.models[0].bias.view(torch.int32)[3] ^= 1
+    assert fleet.ranks[0].audit(1).wrong == ("bias",)
+
+
+def test_a_store_that_fails_while_joining_leaves_a_rank_that_can_join_again(tmp_path: Path) -> None:
+    states = publish(tmp_path, weights(), steps=2)
+    fleet = Fleet(tmp_path, states[1], ranks=1)
+    away = tmp_path.with_name("away")
+    refs = fleet.refs()
+    rank = fleet.ranks[0]
+    rank.load_base(fleet.log, refs[0])
+    rank.trace(fleet.models[0])
+    rank.prove()
+    tmp_path.rename(away)
+    with pytest.raises(NotFound):
+        rank.join(refs[1])
+    assert rank.version is None
+    away.rename(tmp_path)
+    rank.join(refs[1])
+    fleet.join()
+    fleet.follow()
+    assert fleet.serves(states[2])
