@@ -1,4 +1,4 @@
-"""Attacks 51–67: shards and streams whose digests fit, but whose content lies. Outcome of each: a named refusal."""
+"""Attacks 51–67, 109: shards and streams whose digests fit, but whose content lies. Outcome: a named refusal."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import zstandard
 
 from vllm_delta_sync import native
 from vllm_delta_sync.errors import DigestMismatch, MalformedObject
-from vllm_delta_sync.wire import frames, shard
+from vllm_delta_sync.wire import container, frames, shard
 from vllm_delta_sync.wire.codecs import decode_block
 from vllm_delta_sync.wire.table import Block
 from vllm_delta_sync.wire.tensors import TensorSpec
@@ -32,7 +32,6 @@ def stream(data: bytes) -> bytes:
 STEPS = stream(b"\x01\x01")
 ATTACKS = {
     "51 a position beyond the block": block(stream(bytes([255, 255, 255, 235, 0])), STEPS, 2, (5, 2)),
-    "52 positions that overflow 32 bits": block(stream(b"\xff" * 4), STEPS, 2, (4, 2)),
     "53 an index stream that ends inside a gap": block(stream(b"\x00\xff"), STEPS, 2, (2, 2)),
     "54 bytes left over in the index stream": block(stream(b"\x00\x00\x00"), STEPS, 2, (3, 2)),
     "55 fewer positions than changes": block(stream(b"\x00\x00"), stream(b"\x01" * 3), 3, (2, 3)),
@@ -57,6 +56,20 @@ def test_a_lying_stream_is_refused_by_the_name_of_its_tensor(name: str) -> None:
 def test_the_block_that_the_attacks_start_from_is_sound() -> None:
     decoded = decode_block(*block(stream(b"\x00\x00"), STEPS, 2, (2, 2)))
     assert decoded.positions.tolist() == [0, 1]
+
+
+def test_52_positions_that_overflow_32_bits_are_refused() -> None:
+    largest = 2**31 - 1  # elements of a block
+    signed = np.full(largest // 255 + 1, 255, np.uint8)
+    signed[-1] = 254
+    assert 255 * (signed.size - 1) + 254 >= 2**31  # below 0, and so "inside the block", for whoever counts in int32
+    with pytest.raises(MalformedObject, match="outside the block"):
+        native.decode_gaps(signed, 1, largest)
+    wrapping = np.full(2**32 // 255 + 1, 255, np.uint8)
+    wrapping[-1] = 2
+    assert (255 * (wrapping.size - 1) + 2) % 2**32 < 255  # back at the start, for whoever counts in uint32
+    with pytest.raises(MalformedObject, match="cannot hold"):
+        native.decode_gaps(wrapping, 1, largest)
 
 
 def test_63_a_duplicate_index_cannot_be_written_down() -> None:
@@ -109,3 +122,15 @@ def test_67_a_shard_of_another_version_is_refused(tiny: tiny_log.TinyLog) -> Non
     forge.replace_tip_shard(tiny, other)
     with pytest.raises(MalformedObject, match="is not that of run"):
         read_blocks(tiny)
+
+
+def test_109_a_flood_in_a_shards_header_is_refused_and_not_echoed(
+    tiny: tiny_log.TinyLog,
+) -> None:
+    ref, data = tiny.log.tip().shards[0], tip_shard(tiny)
+    for size, message in ((1 << 20, "header of"), (1 << 19, "is not that of run")):
+        head = container.layout([("blocks", "U8", (len(data) - ref.data_start,))], {"flood": "x" * size})
+        forge.replace_tip_shard(tiny, head + data[ref.data_start :])
+        with pytest.raises(MalformedObject, match=message) as caught:
+            read_blocks(tiny)
+        assert len(str(caught.value)) < 1000

@@ -1,4 +1,4 @@
-"""Attacks 01–50: tables and containers that lie. Outcome of each: MalformedObject, naming the file, before use."""
+"""Attacks 01–50, 110–111: tables and containers that lie. Outcome of each: MalformedObject, naming the file."""
 
 from __future__ import annotations
 
@@ -143,3 +143,28 @@ HEADERS = {
 def test_a_lying_container_is_refused(name: str) -> None:
     with pytest.raises(MalformedObject, match="the file"):
         container.parse_file(HEADERS[name], "the file")
+
+
+def test_110_a_header_that_grows_when_it_is_decompressed_is_refused_by_its_length() -> None:
+    flood = header(b'{"__metadata__":{"a":"' + b"x" * (1 << 20) + b'"}}')
+    bomb = frames.compress(flood)
+    assert len(bomb) < 2000
+    with pytest.raises(MalformedObject, match="2 to 1048576 are allowed"):
+        VersionTable.from_bytes(bomb)
+    assert container.parse_file(flood, "the file", max_header=container.CHECKPOINT_HEADER_BYTES).entries == {}
+
+
+def test_111_a_dtype_of_a_megabyte_is_not_echoed() -> None:
+    long = header(b'{"a":{"dtype":"' + b"x" * 900_000 + b'","shape":[],"data_offsets":[0,0]}}')
+    with pytest.raises(MalformedObject, match="dtype") as caught:
+        container.parse_file(long, "the file")
+    assert len(str(caught.value)) < 1000
+
+
+def test_a_tensor_of_as_many_dimensions_as_are_allowed_is_read() -> None:
+    for dtype, width in (("U64", 8), ("BF16", 2)):
+        shape = (1,) * 16
+        assert (
+            container.parse_file(container.layout([("a", dtype, shape)], {}) + bytes(width), "").entries["a"].shape
+            == shape
+        )

@@ -11,6 +11,7 @@ from typing import Annotated
 import typer
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
 from vllm_delta_sync.cli import output
 from vllm_delta_sync.errors import NotFound
@@ -36,7 +37,7 @@ def inspect(
         if isinstance(value, list) and value and isinstance(value[0], dict):
             console.print(_grid(name, value))
         else:
-            console.print(f"{name}: {value}", markup=False, highlight=False, soft_wrap=True)
+            console.print(output.printable(f"{name}: {value}"), markup=False, highlight=False, soft_wrap=True)
 
 
 def _log(log: DeltaLog) -> dict[str, object]:
@@ -69,7 +70,8 @@ def _file(path: Path) -> dict[str, object]:
     if path.name == "LATEST":
         return LatestPointer.from_bytes(data, what).model_dump(mode="json")
     if path.name.endswith(".safetensors"):
-        header = container.parse_file(data, what)
+        # A shard, or a file of an anchor.
+        header = container.parse_file(data, what, max_header=container.CHECKPOINT_HEADER_BYTES)
         tensors = [
             {"name": name, "dtype": entry.dtype, "shape": list(entry.shape), "bytes": entry.end - entry.start}
             for name, entry in header.entries.items()
@@ -105,5 +107,5 @@ def _grid(title: str, rows: list[dict[str, object]]) -> Table:
     for name in rows[0]:
         grid.add_column(name.replace("_", " "), justify="left" if isinstance(rows[0][name], str) else "right")
     for row in rows:
-        grid.add_row(*("–" if value is None else str(value) for value in row.values()))
+        grid.add_row(*(Text("–" if value is None else output.printable(str(value))) for value in row.values()))
     return grid

@@ -77,5 +77,8 @@ def main() -> None:
     except DeltaSyncError as error:
         from rich.console import Console
 
-        Console(stderr=True, soft_wrap=True).print(f"error: {error}", style="red", markup=False, highlight=False)
+        from vllm_delta_sync.cli.output import printable
+
+        text = printable(f"error: {error}")
+        Console(stderr=True, soft_wrap=True).print(text, style="red", markup=False, highlight=False)
         sys.exit(1)

@@ -25,6 +25,11 @@ def print_json(value: dict[str, object]) -> None:
     typer.echo(json.dumps(value, ensure_ascii=False))
 
 
+def printable(text: str) -> str:
+    """Text that may come from a hostile file, with every character escaped that would steer a terminal."""
+    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
+
+
 def size(count: float) -> str:
     """Bytes for people, in powers of 1000: `1.24 MB`."""
     for unit in ("B", "kB", "MB", "GB"):

@@ -30,7 +30,8 @@ def verify(
     else:
         console = Console(soft_wrap=True, highlight=False)
         for fault in verdict.faults:
-            console.print(f"version {fault.version}: {fault.cause}: {fault.message}", style="red", markup=False)
+            text = output.printable(f"version {fault.version}: {fault.cause}: {fault.message}")
+            console.print(text, style="red", markup=False)
         kept = f"{verdict.versions} versions, {verdict.blocks} blocks, {output.size(verdict.bytes)}"
         console.print(f"run {log.run}: {kept}: " + (f"{len(verdict.faults)} faults" if verdict.faults else "all well"))
     if verdict.faults:

@@ -43,7 +43,8 @@ class Checkpoint(Mapping[str, tuple[TensorSpec, Bits]]):
             raise NotFound(f"{path} does not exist") from None
         except ValueError:
             raise MalformedObject(f"{path} is empty") from None
-        for name, entry in container.parse_file(data, str(path)).entries.items():
+        header = container.parse_file(data, str(path), max_header=container.CHECKPOINT_HEADER_BYTES)
+        for name, entry in header.entries.items():
             if name in self._found:
                 raise MalformedObject(f"{path}: tensor {name!r} is in another file of the checkpoint too")
             self._found[name] = (TensorSpec(name, entry.dtype, entry.shape), data[entry.start : entry.end])
@@ -133,6 +134,7 @@ def write_checkpoint(
         with source.open("rb") as reader, _durable(root / source.name) as file:
             shutil.copyfileobj(reader, file)
         written.append(root / source.name)
+    sync_directory(root)
     return written
 
 
@@ -153,6 +155,15 @@ def _write_tensors(file: BinaryIO, group: list[tuple[TensorSpec, Bits]]) -> None
         assert bits.size == spec.numel and bits.itemsize == spec.width, f"{spec}: {bits.size} elements"
         if bits.size:
             file.write(np.ascontiguousarray(bits).reshape(-1).view(np.uint8).data)
+
+
+def sync_directory(directory: str | os.PathLike[str]) -> None:
+    """Make the names in a directory durable."""
+    handle = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
 
 
 @contextmanager

@@ -13,7 +13,7 @@ from vllm_delta_sync.errors import MalformedObject
 from vllm_delta_sync.wire import canonical_json, dtypes
 from vllm_delta_sync.wire.tensors import TensorSpec
 
-MAX_HEADER_BYTES = 100_000_000  # the safetensors library's own cap
+CHECKPOINT_HEADER_BYTES = 100_000_000  # of a checkpoint: the safetensors library's own cap
 PREFIX_BYTES = 8
 _WIDE = {"U16": 2, "U32": 4, "U64": 8}  # element types of table columns, which no published tensor may have
 
@@ -37,33 +37,31 @@ class Header:
     data_start: int
 
 
-def header_length(prefix: bytes, what: str) -> int:
-    """Bytes of the JSON header, from a file's first 8 bytes; raises MalformedObject."""
+def _header_length(prefix: bytes, what: str, max_header: int) -> int:
     if len(prefix) < PREFIX_BYTES:
         raise MalformedObject(f"{what}: {len(prefix)} bytes is too short for a safetensors file")
     (length,) = struct.unpack("<Q", prefix[:PREFIX_BYTES])
-    if not 2 <= length <= MAX_HEADER_BYTES:
-        raise MalformedObject(f"{what}: a safetensors header of {length} bytes, 2 to {MAX_HEADER_BYTES} are allowed")
+    if not 2 <= length <= max_header:
+        raise MalformedObject(f"{what}: a safetensors header of {length} bytes, 2 to {max_header} are allowed")
     return int(length)
 
 
-def parse_header(prefix: bytes, text: bytes, size: int, what: str) -> Header:
-    """Check a safetensors header against the file's size; the tensors must fill the data exactly, without overlap.
+def parse_file(data: memoryview | bytes, what: str, *, max_header: int = canonical_json.MAX_BYTES) -> Header:
+    """Check the header of a whole file in memory (or mapped); the tensors must fill the data exactly, without overlap.
 
     Args:
-        prefix: the file's first 8 bytes.
-        text: the JSON header, as many bytes as `header_length(prefix)`.
-        size: size of the whole file in bytes.
         what: names the file in errors (MalformedObject).
+        max_header: bytes of JSON that are read at most: what the protocol allows, or `CHECKPOINT_HEADER_BYTES` for a
+            checkpoint.
     """
-    length = header_length(prefix, what)
-    if len(text) != length:
+    length = _header_length(bytes(data[:PREFIX_BYTES]), what, max_header)
+    data_start, size = PREFIX_BYTES + length, len(data)
+    if size < data_start:
         raise MalformedObject(f"{what}: truncated inside the safetensors header")
-    fields = canonical_json.parse(text, what, max_bytes=MAX_HEADER_BYTES)
+    fields = canonical_json.parse(bytes(data[PREFIX_BYTES:data_start]), what, max_bytes=max_header)
     metadata = fields.pop("__metadata__", {})
     if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
         raise MalformedObject(f"{what}: __metadata__ must map strings to strings")
-    data_start = PREFIX_BYTES + length
     entries = {name: _entry(name, value, data_start, what) for name, value in fields.items()}
     end = data_start
     for name, entry in sorted(entries.items(), key=lambda item: (item[1].start, item[1].end)):
@@ -83,21 +81,14 @@ def _entry(name: str, value: object, data_start: int, what: str) -> Entry:
     if not (isinstance(dtype, str) and isinstance(shape, list) and isinstance(offsets, list) and len(offsets) == 2):
         raise MalformedObject(f"{where} has a field of the wrong type")
     try:
-        width = _WIDE.get(dtype) or dtypes.by_name(dtype).width
-        # A spec of bytes checks name, rank, sizes and the product; the width joins as one more dimension.
-        nbytes = TensorSpec(name, "U8", (*shape, width)).nbytes
+        wide = _WIDE.get(dtype)
+        spec = TensorSpec(name, "U8" if wide else dtype, tuple(shape))  # checks name, rank, sizes and their product
+        nbytes = spec.numel * (wide or spec.width)
     except MalformedObject as error:
         raise MalformedObject(f"{what}: {error}") from None
     if any(type(offset) is not int or offset < 0 for offset in offsets) or offsets[1] - offsets[0] != nbytes:
         raise MalformedObject(f"{where}: data_offsets {offsets} do not span its {nbytes} bytes")
     return Entry(dtype, tuple(shape), data_start + offsets[0], data_start + offsets[1])
-
-
-def parse_file(data: memoryview | bytes, what: str) -> Header:
-    """Check the header of a whole file in memory (or mapped); raises MalformedObject."""
-    prefix = bytes(data[:PREFIX_BYTES])
-    end = PREFIX_BYTES + header_length(prefix, what)
-    return parse_header(prefix, bytes(data[PREFIX_BYTES:end]), len(data), what)
 
 
 def layout(tensors: Sequence[tuple[str, str, tuple[int, ...]]], metadata: dict[str, str]) -> bytes:

@@ -53,7 +53,7 @@ def by_name(name: str) -> Dtype:
     try:
         return _BY_NAME[name]
     except KeyError:
-        raise MalformedObject(f"dtype {name!r} is not one of {', '.join(_BY_NAME)}") from None
+        raise MalformedObject(f"dtype {name[:80]!r} is not one of {', '.join(_BY_NAME)}") from None
 
 
 def by_code(code: int) -> Dtype:

@@ -32,7 +32,8 @@ def open_shard(data: bytes, run: str, version: int, what: str) -> memoryview:
     header = container.parse_file(data, what)
     expected = {"format": FORMAT, "run": run, "version": str(version)}
     if header.metadata != expected:
-        raise MalformedObject(f"{what}: its metadata {header.metadata} is not that of run {run}, version {version}")
+        stated = str(header.metadata)[:200]
+        raise MalformedObject(f"{what}: its metadata {stated} is not that of run {run}, version {version}")
     blocks = header.entries.get("blocks")
     if blocks is None or len(header.entries) != 1 or blocks.dtype != "U8" or len(blocks.shape) != 1:
         raise MalformedObject(f"{what}: a shard holds exactly one tensor, blocks, of U8 [n]")

@@ -1,6 +1,6 @@
 """The table of a version: its tensors with their state hashes, and its blocks.
 
-Does not read blocks' bytes, and does not know the manifest it belongs to: `check.py` holds the two together.
+Does not read blocks' bytes, and does not know the manifest it belongs to: `consistency.py` holds the two together.
 """
 
 from __future__ import annotations

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import tiny_log
 
+from vllm_delta_sync.wire import container
 from vllm_delta_sync.wire.checkpoint import open_checkpoint
 
 ENTRY = "import sys; sys.argv[0] = 'vllm-delta-sync'; from vllm_delta_sync.cli import main; main()"
@@ -92,6 +93,19 @@ def test_inspect_shows_what_a_file_holds(tiny: tiny_log.TinyLog) -> None:
     assert shard["metadata"] == {"format": "vllm-delta-sync/1", "run": tiny.log.run, "version": "3"}
     key = tiny.log.latest().manifest
     assert run_json("inspect", tiny.object(key)) == manifest.model_dump(mode="json")
+
+
+def test_inspect_shows_hostile_names_as_they_are_and_lets_none_reach_the_terminal(tmp_path: Path) -> None:
+    names = ["a[/b]", "[red]c", "\x1b[2Jd", "\x9b2Je\r"]
+    path = tmp_path / "model.safetensors"
+    path.write_bytes(container.layout([(name, "U8", (0,)) for name in names], {"\x1b]0;f": "\x1b[31m"}))
+    done = run("inspect", path)
+    assert (done.returncode, done.stderr) == (0, "")
+    for shown in ("a[/b]", "[red]c", r"\x1b[2Jd", r"\x9b2Je\r"):
+        assert shown in done.stdout
+    assert not {"\x1b", "\x9b", "\r"} & set(done.stdout)
+    done = run("inspect", tmp_path / "no\x1b[2J")
+    assert (done.returncode, "\x1b" in done.stderr) == (1, False)
 
 
 def test_verify_passes_a_sound_log(tiny: tiny_log.TinyLog) -> None:

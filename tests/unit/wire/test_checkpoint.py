@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 
 import numpy as np
@@ -73,6 +74,21 @@ def test_extra_files_are_copied_and_weights_are_not_among_them(tmp_path: Path) -
     assert [path.name for path in extra] == ["LICENSE", "config.json", "tokenizer.model"]
     write_checkpoint(out, tensors(), extra)
     assert (out / "tokenizer.model").read_text() == "tokenizer.model"
+
+
+def test_the_directory_of_a_checkpoint_is_synced_after_its_files(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    synced: list[str] = []
+    real = os.fsync
+
+    def record(handle: int) -> None:
+        synced.append(os.path.basename(os.readlink(f"/proc/self/fd/{handle}")))
+        real(handle)
+
+    monkeypatch.setattr(os, "fsync", record)
+    write_checkpoint(tmp_path, tensors())
+    assert synced == ["model.safetensors", tmp_path.name]
 
 
 def test_bits_are_mapped_and_read_only(tmp_path: Path) -> None:
