@@ -11,7 +11,6 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from vllm_delta_sync.errors import MalformedObject
 from vllm_delta_sync.native.library import CPU_FUNCTIONS, load
@@ -59,7 +58,10 @@ def _lanes(lanes: Any) -> U32:
 
 
 def diff(snapshot: Bits, current: Bits, *, advance: bool) -> Changes:
-    """Elements whose bits differ. snapshot, current uW [N], N < 2**31; `advance` writes `current` into the snapshot."""
+    """Elements whose bits differ. snapshot, current uW [N], N < 2**31; `advance` writes `current` into the snapshot.
+
+    After any exception, a MemoryError too, the snapshot is what it was.
+    """
     width = pair_width("snapshot", snapshot, "current", current)
     if snapshot.size >= MAX_COUNT:
         raise ValueError(f"diff takes fewer than 2**31 elements, got {snapshot.size}; split the tensor into blocks")
@@ -67,18 +69,27 @@ def diff(snapshot: Bits, current: Bits, *, advance: bool) -> Changes:
         raise ValueError("diff cannot advance a read-only snapshot; pass a writable one or advance=False")
     room = min(snapshot.size, SCRATCH) + 128
     positions, old, new = np.empty(room, np.uint32), np.empty(room, snapshot.dtype), np.empty(room, snapshot.dtype)
-    pieces: list[tuple[NDArray[Any], ...]] = []
-    done, consumed = 0, ctypes.c_int64(0)
-    while done < snapshot.size or not pieces:
-        found = _lib.vds_diff(
-            width, snapshot.ctypes.data + done * width, current.ctypes.data + done * width, snapshot.size - done, done,
-            advance, room, positions.ctypes.data, old.ctypes.data, new.ctypes.data, ctypes.byref(consumed),
-        )  # fmt: skip
-        pieces.append((positions[:found].copy(), old[:found].copy(), new[:found].copy()))
-        done += consumed.value
-    if len(pieces) == 1:
-        return Changes(*pieces[0])
-    return Changes(*(np.concatenate(column) for column in zip(*pieces, strict=True)))
+    addresses = positions.ctypes.data, old.ctypes.data, new.ctypes.data
+    pieces: list[Changes] = []
+    done, found, consumed = 0, 0, ctypes.c_int64(0)
+    try:
+        while done < snapshot.size or not pieces:
+            found = _lib.vds_diff(
+                width, snapshot.ctypes.data + done * width, current.ctypes.data + done * width, snapshot.size - done,
+                done, advance, room, *addresses, ctypes.byref(consumed),
+            )  # fmt: skip
+            pieces.append(Changes(positions[:found].copy(), old[:found].copy(), new[:found].copy()))
+            done += consumed.value
+        if len(pieces) == 1:
+            return pieces[0]
+        return Changes(*(np.concatenate(column) for column in zip(*pieces, strict=True)))
+    except BaseException:
+        if advance:
+            for piece in pieces:
+                piece.undo(snapshot)
+            # What was found last may not have got into `pieces`; if it has, undoing it twice does no harm.
+            Changes(positions[:found], old[:found], new[:found]).undo(snapshot)
+        raise
 
 
 def hash_run(bits: Bits, start: int, seed: Seed) -> U32:

@@ -1,6 +1,6 @@
 """The types of the native contract, and the argument checks that both of its implementations share.
 
-Does no work on data: the loops are in the C library (`cpu.py`) and in numpy (`portable.py`).
+Does no work on data but undoing it: the loops are in the C library (`cpu.py`) and in numpy (`portable.py`).
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ WIDTHS: dict[int, np.dtype[Any]] = {
     8: np.dtype(np.uint64),
 }
 MAX_COUNT = 2**31  # elements of one block or one diff; positions are u32
+_UNDO = 1 << 12  # elements written back at a time: numpy makes 8 bytes of each position, and memory may have run out
 
 
 class Changes(NamedTuple):
@@ -33,6 +34,12 @@ class Changes(NamedTuple):
     positions: U32  # [n], ascending
     old: Bits  # [n]
     new: Bits  # [n]
+
+    def undo(self, bits: Bits) -> None:
+        """Write the old bits over the new ones in the row uW [N] where they were found."""
+        for at in range(0, self.positions.size, _UNDO):
+            part = slice(at, at + _UNDO)
+            bits[self.positions[part]] = self.old[part]
 
 
 class Seed(NamedTuple):
@@ -56,6 +63,8 @@ def bits_width(what: str, bits: Bits) -> int:
         raise TypeError(f"{what} must be unsigned integers of 1 to 8 bytes, got {bits.dtype}; view the bits first")
     if bits.ndim != 1 or not bits.flags.c_contiguous:
         raise ValueError(f"{what} must be one contiguous row, got shape {bits.shape}; flatten it first")
+    if not bits.flags.aligned:
+        raise ValueError(f"{what} must be aligned, but begin at address {bits.ctypes.data}; copy them first")
     return int(bits.dtype.itemsize)
 
 
@@ -65,6 +74,8 @@ def row(what: str, values: NDArray[Any], dtype: type[np.generic], length: int | 
         raise TypeError(f"{what} must be {np.dtype(dtype).name}, got {values.dtype}")
     if values.ndim != 1 or not values.flags.c_contiguous:
         raise ValueError(f"{what} must be one contiguous row, got shape {values.shape}")
+    if not values.flags.aligned:
+        raise ValueError(f"{what} must be aligned, but begin at address {values.ctypes.data}; copy them first")
     if length is not None and values.shape[0] != length:
         raise ValueError(f"{what} must have {length} elements, got {values.shape[0]}")
 

@@ -127,6 +127,7 @@ class Snapshot:
         for name, tensor in weights:
             spec = self._specs[name]
             source.check(spec, tensor)
+            source.finish_writes(tensor)
             if name in seen:
                 _drain(running, 0)
                 self._check_same(spec, tensor)
@@ -146,20 +147,24 @@ class Snapshot:
     def _compare(self, spec: TensorSpec, tensor: torch.Tensor, start: int, count: int, found: list[BlockDelta]) -> None:
         """Move one block on, wholly or not at all, and record what changed."""
         held = self._bits[spec.name][start : start + count]
-        parts: list[native.Changes] = []
+        parts: list[tuple[int, native.Changes]] = []  # in the order found, each with where in the block it begins
         try:
             for at, current in _pieces(tensor, spec, start, count, self._scratch):
-                part = native.diff(held[at : at + current.size], current, advance=True)
-                parts.append(part._replace(positions=part.positions + np.uint32(at)) if at else part)
-            changes = parts[0] if len(parts) == 1 else native.Changes(*map(np.concatenate, zip(*parts, strict=True)))
+                parts.append((at, native.diff(held[at : at + current.size], current, advance=True)))
+            if len(parts) == 1:
+                changes = parts[0][1]
+            else:
+                positions = np.concatenate([part.positions + np.uint32(at) for at, part in parts])
+                old, new = (np.concatenate([part[side] for _, part in parts]) for side in (1, 2))
+                changes = native.Changes(positions, old, new)
             changed = changes.positions.size
             if changed:
                 lanes = native.hash_changes(changes.positions, start, changes.old, changes.new, state_hash.seed(spec))
                 dense = held.copy() if dense_may_win(changed, count, spec.width) else None
                 found.append(BlockDelta(spec, start, count, changes, lanes, dense))
         except BaseException:
-            for part in parts:
-                held[part.positions] = part.old
+            for at, part in parts:
+                part.undo(held[at:])
             raise
 
     def _check_same(self, spec: TensorSpec, tensor: torch.Tensor) -> None:
@@ -178,9 +183,7 @@ class Snapshot:
 
     def _restore(self, blocks: Iterable[BlockDelta]) -> None:
         for block in blocks:
-            self._bits[block.spec.name][block.start : block.start + block.count][block.changes.positions] = (
-                block.changes.old
-            )
+            block.changes.undo(self._bits[block.spec.name][block.start : block.start + block.count])
 
 
 def _pieces(

@@ -150,6 +150,15 @@ def _lacks(unknown: list[str], names: Collection[str]) -> BaseMismatch:
     return BaseMismatch(f"{text}; publish only what the base has, or open a new run on a base that has it")
 
 
+def finish_writes(tensor: torch.Tensor) -> None:
+    """Wait for what the calling thread's stream still has to write to a CUDA tensor; nothing to do for any other.
+
+    For a tensor that other threads are to read: they do so on streams of their own, which do not wait for the caller's.
+    """
+    if tensor.device.type == "cuda":
+        torch.cuda.current_stream(tensor.device).synchronize()
+
+
 def view_bits(tensor: torch.Tensor, spec: TensorSpec) -> Bits | None:
     """The bits uW[numel] of a tensor as they lie in host memory; None when only `read_bits` can read them."""
     plain = tensor.device.type == "cpu" and tensor.is_contiguous() and not tensor.is_neg()

@@ -136,7 +136,9 @@ def decode_block(block: Block, payload: Buffer) -> DecodedBlock:
     index, value = view[: block.length[0]], view[block.length[0] :]
     bits = dtypes.by_name(block.spec.dtype).bits
     if block.codec == DENSE:
-        return DecodedBlock(DENSE, np.arange(block.count, dtype=np.uint32), None, np.frombuffer(value, bits))
+        # A block may begin at any byte of its shard; native code wants whole elements aligned.
+        values = np.require(np.frombuffer(value, bits), requirements="A")
+        return DecodedBlock(DENSE, np.arange(block.count, dtype=np.uint32), None, values)
     # The caps were checked against `changed` and `count` with the table, so neither stream can ask for more than these.
     gaps = frames.decompress(index, block.raw[0], f"block {block}, index stream")
     raw = np.frombuffer(frames.decompress(value, block.raw[1], f"block {block}, value stream"), np.uint8)

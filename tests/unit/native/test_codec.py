@@ -81,6 +81,33 @@ def test_diff_advances_the_snapshot_and_keeps_both_sides(native: ModuleType, dty
     assert np.array_equal(changes.old, old[touched]) and np.array_equal(changes.new, new[touched])
 
 
+@pytest.mark.parametrize("width", [1, 2, 4, 8])
+def test_a_diff_for_whose_result_there_is_no_memory_leaves_the_snapshot(
+    native: ModuleType, monkeypatch: pytest.MonkeyPatch, width: int
+) -> None:
+    def out_of_memory(*arrays: object) -> None:
+        raise MemoryError
+
+    old = np.zeros(20_000, f"u{width}")
+    snapshot = old.copy()
+    with monkeypatch.context() as patch:
+        patch.setattr(native, "SCRATCH" if hasattr(native, "SCRATCH") else "CHUNK", 256)
+        patch.setattr(np, "concatenate", out_of_memory)
+        with pytest.raises(MemoryError):
+            native.diff(snapshot, old + old.dtype.type(1), advance=True)
+    assert np.array_equal(snapshot, old)
+    assert native.diff(snapshot, old + old.dtype.type(1), advance=True).positions.size == old.size
+
+
+def test_unaligned_rows_are_refused(native: ModuleType) -> None:
+    odd = np.frombuffer(bytes(9), np.uint32, 2, offset=1)
+    even = np.zeros(2, np.uint32)
+    with pytest.raises(ValueError, match="aligned"):
+        native.diff(even, odd, advance=False)
+    with pytest.raises(ValueError, match="aligned"):
+        native.encode_gaps(odd)
+
+
 @quick
 @given(data=st.binary(max_size=400), changed=st.integers(0, 200), count=st.integers(0, 5000))
 def test_random_bytes_are_refused_or_are_positions_in_the_block(

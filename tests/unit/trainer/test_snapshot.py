@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 import torch
@@ -163,6 +165,41 @@ def test_weights_whose_making_fails_halfway_leave_no_trace() -> None:
     with pytest.raises(RuntimeError, match="the gather timed out"):
         snapshot.advance(gathered())
     assert held(snapshot) == before
+
+
+def test_what_the_callers_stream_still_writes_is_waited_for_before_other_threads_read(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    calls: list[tuple[str, int]] = []
+    read = source.view_bits
+
+    def recorded(tensor: torch.Tensor, spec: TensorSpec) -> source.Bits | None:
+        calls.append(("read", id(tensor)))
+        return read(tensor, spec)
+
+    snapshot = snapshot_of({"a": torch.zeros(3)})
+    monkeypatch.setattr(source, "finish_writes", lambda tensor: calls.append(("wait", id(tensor))))
+    monkeypatch.setattr(source, "view_bits", recorded)
+    weights = torch.ones(3)
+    snapshot.advance([("a", weights)])
+    assert calls == [("wait", id(weights)), ("read", id(weights))]
+
+
+def test_a_cuda_tensor_is_waited_for_on_the_callers_stream(monkeypatch: pytest.MonkeyPatch) -> None:
+    waited: list[torch.device] = []
+    device = torch.device("cuda", 1)
+
+    class Stream:
+        def __init__(self, device: torch.device) -> None:
+            self.device = device
+
+        def synchronize(self) -> None:
+            waited.append(self.device)
+
+    monkeypatch.setattr(torch.cuda, "current_stream", Stream)
+    source.finish_writes(SimpleNamespace(device=device))  # type: ignore[arg-type]
+    source.finish_writes(torch.ones(1))
+    assert waited == [device]
 
 
 def test_a_name_given_twice_must_hold_the_same_bits() -> None:

@@ -116,6 +116,19 @@ def test_a_block_that_changed_beyond_recognition_is_dense_and_no_larger_than_its
     assert encoded.changed == int((old != new).sum())
 
 
+def test_a_dense_block_at_an_odd_byte_of_its_shard_is_decoded_aligned() -> None:
+    rng = np.random.default_rng(3)
+    spec = TensorSpec("t", "F32", (64,))
+    old, new = (rng.integers(0, 1 << 32, 64).astype(np.uint32) for _ in range(2))
+    encoded = round_trip(spec, old, new)
+    assert encoded.codec == codec_rules.DENSE
+    shard = b"\0" + encoded.value
+    values = decode_block(row(spec, 0, 64, encoded), memoryview(shard)[1:]).values
+    assert values is not None and values.flags.aligned
+    np.testing.assert_array_equal(values, new)
+    native.diff(old, values, advance=False)
+
+
 def test_a_flipped_bit_anywhere_in_a_block_is_a_digest_mismatch() -> None:
     spec = TensorSpec("t", "BF16", (1000,))
     old, new = small_steps(1000, 0.05)
