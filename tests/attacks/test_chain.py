@@ -1,4 +1,4 @@
-"""Attacks 71–107: LATEST, manifests and chains that lie. Outcome of each: a named refusal, and nothing is applied."""
+"""Attacks 71–108: LATEST, manifests and chains that lie. Outcome of each: a named refusal, and nothing is applied."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ import tiny_log
 
 from vllm_delta_sync.errors import DeltaSyncError, DigestMismatch, MalformedObject, NotFound, VersionGap
 from vllm_delta_sync.log import DeltaLog, LogWriter
+from vllm_delta_sync.log import verify as checks
 from vllm_delta_sync.wire.manifest import BaseRef, LatestPointer
 from vllm_delta_sync.wire.table import VersionTable
 from vllm_delta_sync.wire.tensors import TensorSpec
@@ -34,7 +35,7 @@ KEYS = [
 ]
 
 
-@pytest.mark.parametrize("field", ["table", "shards", "parent", "anchor", "LATEST"])
+@pytest.mark.parametrize("field", ["table", "shards", "parent", "LATEST"])
 def test_71_a_key_that_leads_out_of_the_run_is_refused(tiny: tiny_log.TinyLog, field: str) -> None:
     tip, path = tiny.log.tip().model_dump(mode="json"), tiny.run_dir / "LATEST"
     for key in KEYS:
@@ -42,14 +43,35 @@ def test_71_a_key_that_leads_out_of_the_run_is_refused(tiny: tiny_log.TinyLog, f
             path.write_bytes(forge.dump(json.loads(path.read_bytes()) | {"manifest": key}))
         elif field == "shards":
             forge.replace_tip(tiny, shards=[tip["shards"][0] | {"key": key}])
-        elif field == "anchor":
-            forge.replace_tip(
-                tiny, anchor={"prefix": "anchors/1", "files": [{"key": key, "size": 1, "sha256": "0" * 64}]}
-            )
         else:
             forge.replace_tip(tiny, **{field: tip[field] | {"key": key}})
         with pytest.raises(MalformedObject, match="manifest: " if field == "LATEST" else field):
             tiny.log.tip()
+
+
+@pytest.mark.parametrize(
+    ("prefix", "name", "message"),
+    [
+        ("anchors/1", "..", r"anchor\.files\.0\.key: .*is not a relative key"),
+        ("anchors/1", ".", r"anchor\.files\.0\.key: .*is not a relative key"),
+        ("anchors/1", "", r"anchor\.files\.0\.key: .*is not a relative key"),
+        ("anchors/1", "a b", r"anchor\.files\.0\.key: .*is not a relative key"),
+        ("anchors/1", "a\\..\\b", r"anchor\.files\.0\.key: .*is not a relative key"),
+        ("anchors/../..", "a", r"anchor\.prefix: .*is not a relative key"),
+        ("/etc", "passwd", r"anchor\.prefix: .*is not a relative key"),
+        ("", "etc", r"anchor\.prefix: .*is not a relative key"),
+        ("anchors/1", "deeper/a", "is not a file directly below"),
+    ],
+)
+def test_71_an_anchor_that_leads_out_of_its_prefix_or_the_run_is_refused(
+    tiny: tiny_log.TinyLog, prefix: str, name: str, message: str
+) -> None:
+    file = {"key": f"{prefix}/{name}", "size": 1, "sha256": "0" * 64}
+    forge.replace_tip(tiny, anchor={"prefix": prefix, "files": [file]})
+    with pytest.raises(MalformedObject, match=message):
+        tiny.log.tip()
+    forge.replace_tip(tiny, anchor={"prefix": "anchors/1", "files": [file | {"key": "anchors/1/a"}]})
+    assert tiny.log.tip().anchor is not None, "the anchor that the attacks start from is sound"
 
 
 FIELDS: dict[str, dict[str, Any]] = {
@@ -233,6 +255,16 @@ def test_107_a_tensor_listed_without_a_block_is_refused(tiny: tiny_log.TinyLog) 
     assert tiny.log.tip().totals.changed == tip.totals.changed
     with pytest.raises(MalformedObject, match="'zz' is listed but has no block"):
         tiny.log.table(tiny.log.tip())
+
+
+def test_108_a_shard_that_no_block_refers_to_is_verified_too(tiny: tiny_log.TinyLog) -> None:
+    tip = tiny.log.tip()
+    idle = {"key": "versions/idle.safetensors", "size": 9, "sha256": "0" * 64, "data_start": 8}
+    totals = tip.totals.model_dump() | {"bytes": tip.totals.bytes + 9}
+    forge.replace_tip(tiny, shards=[*(shard.model_dump() for shard in tip.shards), idle], totals=totals)
+    assert [(fault.version, fault.cause) for fault in checks.verify(tiny.log).faults] == [(3, "not_found")]
+    tiny.object("versions/idle.safetensors").write_bytes(b"123456789")
+    assert [(fault.version, fault.cause) for fault in checks.verify(tiny.log).faults] == [(3, "digest")]
 
 
 def test_every_refusal_is_typed_and_names_where_it_happened(tiny: tiny_log.TinyLog) -> None:

@@ -19,17 +19,24 @@ from vllm_delta_sync.wire.manifest import AnchorFile, AnchorRef
 PIECE_BYTES = 64 << 20  # fetched, hashed and written at a time
 
 
+def keys(version: int, files: Sequence[Path]) -> list[str]:
+    """The keys of a checkpoint's files under the anchor prefix of a version; ConfigError for a name no key allows."""
+    found = []
+    for path in files:
+        try:
+            found.append(check_key(f"{names.anchor(version)}/{path.name}"))
+        except ValueError as error:
+            raise ConfigError(f"{path} cannot be part of an anchor: {error}; rename it or leave it out") from None
+    return found
+
+
 def write(store: Store, version: int, files: Sequence[Path]) -> AnchorRef:
-    """Put the files of a checkpoint under the anchor prefix of a version; ConfigError for a name no key allows."""
-    prefix = names.anchor(version)
-    return AnchorRef(prefix=prefix, files=tuple(_write_file(store, f"{prefix}/{path.name}", path) for path in files))
+    """Put the files of a checkpoint under their `keys`, all of which are checked before the first is written."""
+    checked = zip(keys(version, files), files, strict=True)
+    return AnchorRef(prefix=names.anchor(version), files=tuple(_write_file(store, key, path) for key, path in checked))
 
 
 def _write_file(store: Store, key: str, path: Path) -> AnchorFile:
-    try:
-        check_key(key)
-    except ValueError as error:
-        raise ConfigError(f"{path} cannot be part of an anchor: {error}; rename it or leave it out") from None
     with path.open("rb") as file:
         size = path.stat().st_size
         # Mapped, so that a file of many gigabytes is hashed and written without being held in memory.

@@ -7,13 +7,14 @@ from __future__ import annotations
 
 import os
 import shutil
+import uuid
 from pathlib import Path
 
 from vllm_delta_sync.errors import ConfigError
 from vllm_delta_sync.log.materialize import base_directory, materialize
 from vllm_delta_sync.log.progress import Progress, silent
 from vllm_delta_sync.log.reader import DeltaLog
-from vllm_delta_sync.wire.checkpoint import config_files, open_checkpoint, write_checkpoint
+from vllm_delta_sync.wire.checkpoint import config_files, open_checkpoint, sync_directory, write_checkpoint
 
 
 def export(
@@ -30,7 +31,8 @@ def export(
     """
     if out.exists() and not (out.is_dir() and not any(out.iterdir())):
         raise ConfigError(f"{out} already exists and is not an empty directory; name another place to export to")
-    partial = out.with_name(f".{out.name}.writing")
+    out = out.absolute()
+    partial = out.with_name(f".{out.name}.{uuid.uuid4().hex}.writing")  # no other export's, and none's leftovers
     with base_directory(log, log.manifests()[0], base) as directory:
         assert isinstance(directory, Path), "the base was given as a directory or found as one"
         source = open_checkpoint(directory)
@@ -41,6 +43,7 @@ def export(
             progress("writing the checkpoint", 0, 1)
             written = write_checkpoint(partial, tensors, config_files(directory))
             os.replace(partial, out)
+            sync_directory(out.parent)
         except OSError as error:
             raise ConfigError(
                 f"cannot write {out}: {error.strerror}; choose a place that is writable and free"

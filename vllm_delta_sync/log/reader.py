@@ -69,13 +69,10 @@ class DeltaLog:
             )
         return manifest
 
-    def chain(self, after: int, to: Manifest, *, held: ObjectRef | None = None) -> list[Manifest]:
+    def chain(self, after: int, to: Manifest) -> list[Manifest]:
         """The manifests of versions after+1 … to.version, ascending; −1 begins with the base.
 
-        Args:
-            held: the manifest of version `after` that the caller holds; the chain must grow from it, by digest.
-
-        Raises VersionGap when the chain goes backwards, is broken or does not grow from `held`.
+        Raises VersionGap when the chain goes backwards or is broken.
         """
         if not -1 <= after <= to.version or to.version - after > MAX_CHAIN:
             raise VersionGap(
@@ -85,11 +82,6 @@ class DeltaLog:
         found = [to] if to.version > after else []
         while found and found[-1].version > after + 1:
             found.append(self._parent(found[-1]))
-        if held and found and (found[-1].parent is None or found[-1].parent.sha256 != held.sha256):
-            raise VersionGap(
-                f"{self.store.uri}: version {after + 1} does not grow from the version held ({held.key}); "
-                "the log was forked or rewritten"
-            )
         return found[::-1]
 
     def manifests(self) -> list[Manifest]:

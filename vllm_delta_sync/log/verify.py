@@ -57,8 +57,9 @@ def verify(log: DeltaLog, *, progress: Progress = silent) -> Verdict:
             lanes = None  # without this table, no later state root can be computed
             continue
         blocks += len(table.blocks)
-        for index, rows in table.by_shard().items():
-            faults += _shard_faults(log, manifest, index, rows)
+        rows = table.by_shard()
+        for index in range(len(manifest.shards)):  # also one that no block is in
+            faults += _shard_faults(log, manifest, index, rows.get(index, []))
         if lanes is not None:
             lanes.update(zip(table.tensors, table.hashes, strict=True))
             root = state_hash.state_root(lanes)

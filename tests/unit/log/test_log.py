@@ -20,6 +20,7 @@ from vllm_delta_sync.errors import (
     RivalWriter,
     StateHashMismatch,
     Unavailable,
+    UnsettledWrite,
     VersionGap,
 )
 from vllm_delta_sync.log import DeltaLog, LogWriter
@@ -29,7 +30,7 @@ from vllm_delta_sync.log.packing import pack
 from vllm_delta_sync.store import Store, open_store
 from vllm_delta_sync.wire import frames
 from vllm_delta_sync.wire.checkpoint import open_checkpoint, write_checkpoint
-from vllm_delta_sync.wire.manifest import BaseRef, ObjectRef
+from vllm_delta_sync.wire.manifest import BaseRef
 
 
 def assert_same(found: tiny_log.Model, expected: tiny_log.Model) -> None:
@@ -128,18 +129,12 @@ def test_sequence_grows_by_one_at_each_write_of_latest(tiny: tiny_log.TinyLog) -
     assert (after.sequence, after.version) == (before.sequence + 1, before.version + 1)
 
 
-def test_a_chain_holds_the_versions_after_the_one_held(tiny: tiny_log.TinyLog) -> None:
+def test_a_chain_holds_the_versions_after_one(tiny: tiny_log.TinyLog) -> None:
     log, tip = tiny.log, tiny.log.tip()
-    held = log.chain(1, tip)[0].parent
-    assert [manifest.version for manifest in log.chain(1, tip, held=held)] == [2, 3]
+    assert [manifest.version for manifest in log.chain(1, tip)] == [2, 3]
     assert log.chain(3, tip) == []
     with pytest.raises(VersionGap, match="go forward"):
         log.chain(4, tip)
-
-
-def test_a_chain_that_does_not_grow_from_the_version_held_is_a_fork(tiny: tiny_log.TinyLog) -> None:
-    with pytest.raises(VersionGap, match="forked"):
-        tiny.log.chain(1, tiny.log.tip(), held=ObjectRef(key="versions/other.manifest.json", sha256="0" * 64))
 
 
 def test_nothing_published_yet_is_not_found(tmp_path: Path) -> None:
@@ -169,37 +164,87 @@ def test_a_new_run_takes_over_and_the_old_one_stays_readable(tiny: tiny_log.Tiny
     assert DeltaLog.open(tiny.bucket, old).tip().version == 3
 
 
-class _FailingLatest:
-    """A store whose write of LATEST fails, before or after it took effect."""
+class _Failing:
+    """A store whose writes of keys that end with `part` fail, before or after they took effect, `times` times.
 
-    def __init__(self, store: Store, *, arrives: bool) -> None:
-        self._store, self._arrives = store, arrives
+    `mute`: it cannot be read either once one has failed.
+    """
+
+    def __init__(self, store: Store, part: str, *, arrives: bool, times: int = 1, mute: bool = False) -> None:
+        self._store, self._part, self._arrives, self._left, self._mute = store, part, arrives, times, mute
+        self._failed = False
+        self.puts = 0
 
     def __getattr__(self, name: str) -> object:
         return getattr(self._store, name)
 
+    def get(self, key: str, start: int = 0, end: int | None = None) -> bytes:
+        if self._failed and self._mute:
+            raise Unavailable("the store is away")
+        return self._store.get(key, start, end)
+
     def put(self, key: str, data: frames.Buffer, *, create: bool = False) -> None:
-        if not key.endswith("LATEST"):
+        self.puts += 1
+        failing = key.endswith(self._part) and self._left > 0
+        if not failing or self._arrives:
             self._store.put(key, data, create=create)
-        else:
-            if self._arrives:
-                self._store.put(key, data, create=create)
+        if failing:
+            self._left -= 1
+            self._failed = True
             raise Unavailable("the answer was lost")
 
 
 @pytest.mark.parametrize("arrives", [False, True])
 def test_a_lost_answer_to_the_last_write_is_settled_by_what_latest_says(tiny: tiny_log.TinyLog, arrives: bool) -> None:
     before = tiny.log.tip()
-    store = _FailingLatest(tiny.log.store, arrives=arrives)
+    store = _Failing(tiny.log.store, "LATEST", arrives=arrives)
     writer = LogWriter.attach(DeltaLog(store, tiny.log.run))  # type: ignore[arg-type]
     if arrives:
         writer.commit([], state_root=before.state_root)
         assert tiny.log.tip() == writer.tip
         assert writer.tip.version == 4
+        assert store.puts == 2 + 2  # table, manifest, LATEST, and LATEST again: what can be read is not yet durable
     else:
         with pytest.raises(Unavailable):
             writer.commit([], state_root=before.state_root)
         assert tiny.log.tip() == writer.tip == before
+
+
+@pytest.mark.parametrize("trouble", [{"times": 2}, {"mute": True}], ids=["never durable", "not to be read"])
+def test_a_write_of_latest_that_cannot_be_settled_asks_for_a_resume(tiny: tiny_log.TinyLog, trouble: dict) -> None:  # type: ignore[type-arg]
+    before = tiny.log.tip()
+    store = _Failing(tiny.log.store, "LATEST", arrives=True, **trouble)
+    writer = LogWriter.attach(DeltaLog(store, tiny.log.run))  # type: ignore[arg-type]
+    with pytest.raises(UnsettledWrite, match="resume=True"):
+        writer.commit([], state_root=before.state_root)
+    assert writer.tip == before
+    assert tiny.log.table(tiny.log.tip()).tensors == (), "what LATEST may name must not be removed"
+    LogWriter.attach(tiny.log).commit([], state_root=before.state_root)
+    assert tiny.log.tip().version == 5
+
+
+@pytest.mark.parametrize("part", [".safetensors", ".table.zst", ".manifest.json"])
+@pytest.mark.parametrize("arrives", [False, True])
+def test_an_attempt_that_fails_leaves_no_objects(tiny: tiny_log.TinyLog, part: str, arrives: bool) -> None:
+    keys = list(tiny.log.store.list())
+    store = _Failing(tiny.log.store, part, arrives=arrives)
+    tiny.writer = LogWriter.attach(DeltaLog(store, tiny.log.run))  # type: ignore[arg-type]
+    model = tiny_log.changed_model(tiny.models[-1], 4)
+    with pytest.raises(Unavailable):
+        tiny.publish(model)
+    assert list(tiny.log.store.list()) == keys
+    tiny.publish(model)
+    assert_same(tiny.log.materialize(4, tiny.base), model)
+
+
+def test_an_anchor_with_a_name_that_no_key_allows_is_refused_before_its_weights_are_written(tmp_path: Path) -> None:
+    model = tiny_log.random_model()
+    files = write_checkpoint(tmp_path / "base", model.values())
+    stray = tmp_path / "base" / "my file.json"
+    stray.write_text("{}")
+    with pytest.raises(ConfigError, match=r"my file\.json cannot be part of an anchor"):
+        LogWriter.create(str(tmp_path / "bucket"), tiny_log.lanes_of(model), base=None, anchor=[*files, stray])
+    assert not (tmp_path / "bucket").exists()
 
 
 def test_blocks_are_spread_over_shards_and_a_version_of_many_shards_materialises(tiny: tiny_log.TinyLog) -> None:
@@ -248,6 +293,24 @@ def test_a_failed_export_leaves_nothing_behind(tiny: tiny_log.TinyLog, tmp_path:
         export(tiny.log, 1, out, tiny.base, progress=occupy)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["base", "bucket", "out"]
     assert [path.name for path in out.iterdir()] == ["mine"]
+
+
+def test_what_another_export_left_does_not_get_into_this_one(tiny: tiny_log.TinyLog, tmp_path: Path) -> None:
+    left = tmp_path / ".out.writing"
+    left.mkdir()
+    (left / "stray.safetensors").touch()
+    export(tiny.log, 1, tmp_path / "out", tiny.base)
+    assert sorted(path.name for path in (tmp_path / "out").iterdir()) == ["config.json", "model.safetensors"]
+    assert [path.name for path in left.iterdir()] == ["stray.safetensors"]
+
+
+def test_an_export_into_the_empty_working_directory_is_written(
+    tiny: tiny_log.TinyLog, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "here").mkdir()
+    monkeypatch.chdir(tmp_path / "here")
+    export(tiny.log, 1, Path("."), tiny.base)
+    assert_same(dict(open_checkpoint(tmp_path / "here")), tiny.models[1])
 
 
 def test_verify_counts_what_it_walked_and_reports_progress(tmp_path: Path) -> None:
