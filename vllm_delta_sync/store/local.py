@@ -12,8 +12,8 @@ import uuid
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from urllib.parse import unquote, urlsplit
 
+from vllm_delta_sync.config import file_path
 from vllm_delta_sync.errors import (
     AlreadyExists,
     ConfigError,
@@ -31,14 +31,10 @@ _TEMPORARY = ".writing-"  # begins the name of a file that is being written; suc
 
 def open_uri(uri: str) -> LocalStore:
     """The store at file:///absolute/path or a plain path; raises ConfigError for a file URI that names a host."""
-    if "://" not in uri:
-        return LocalStore(Path(uri))
-    parts = urlsplit(uri)
-    if parts.netloc not in ("", "localhost") or not parts.path:
-        raise ConfigError(
-            f"cannot open the store {uri!r}: write file:///absolute/path with three slashes, or a plain path"
-        )
-    return LocalStore(Path(unquote(parts.path)))
+    try:
+        return LocalStore(Path(file_path(uri)))
+    except ValueError as error:
+        raise ConfigError(f"cannot open: {error}; or give a plain path") from None
 
 
 class LocalStore:
@@ -68,7 +64,7 @@ class LocalStore:
                     file.flush()
                     os.fsync(file.fileno())
                 if create:
-                    os.link(temporary, target)
+                    _link(temporary, target)
                 else:
                     os.replace(temporary, target)
                 _sync_directory(target.parent)
@@ -102,6 +98,18 @@ class LocalStore:
         for key in keys:
             with _typed(self.uri, key), suppress(FileNotFoundError):
                 self.path(key).unlink()
+
+
+def _link(source: Path, target: Path) -> None:
+    try:
+        os.link(source, target)
+    except OSError as error:
+        if error.errno not in (errno.EPERM, errno.ENOTSUP, errno.ENOSYS):
+            raise
+        raise StoreError(
+            f"{target}: {error.strerror}: this file system has no hard links, by which an object appears whole and "
+            "never over another one; put the bucket on one that has them"
+        ) from error
 
 
 def _make_directory(directory: Path) -> None:

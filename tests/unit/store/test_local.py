@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from vllm_delta_sync import config
 from vllm_delta_sync.errors import ConfigError, MalformedObject, NotFound, StoreError, Unauthorized, Unavailable
 from vllm_delta_sync.store import child, open_store
 from vllm_delta_sync.store.local import LocalStore
@@ -20,8 +21,24 @@ def test_an_unknown_scheme_is_refused_with_the_known_ones(uri: str) -> None:
 
 
 def test_a_file_uri_with_a_host_is_refused() -> None:
-    with pytest.raises(ConfigError, match="three slashes"):
-        open_store("file://bucket/run")
+    for uri in ("file://bucket/run", "file://localhostess/run", "file://"):
+        with pytest.raises(ConfigError, match="three slashes"):
+            open_store(uri)
+
+
+@pytest.mark.parametrize(
+    ("uri", "path"),
+    [
+        ("file:///mnt/a#b", "/mnt/a#b"),
+        ("file:///mnt/a?b", "/mnt/a?b"),
+        ("file:///mnt/a%23b%20c", "/mnt/a#b c"),
+        ("file://localhost/mnt/a", "/mnt/a"),
+        ("/mnt/a%20b", "/mnt/a%20b"),
+    ],
+)
+def test_a_uri_is_the_same_directory_to_a_trainer_and_to_a_server(uri: str, path: str) -> None:
+    assert open_store(uri).uri == Path(path).as_uri()
+    assert config.parse({"store": uri}, "here").store.uri == Path(path).as_uri()
 
 
 def test_a_path_and_its_uri_are_the_same_store(tmp_path: Path) -> None:
@@ -79,6 +96,20 @@ def test_a_failing_disk_is_a_typed_error_and_leaves_the_object(
             store.put("v/a", b"new")
     assert store.get("v/a") == b"old"
     assert [path.name for path in (tmp_path / "v").iterdir()] == ["a"]
+
+
+@pytest.mark.parametrize("number", [errno.EPERM, errno.ENOTSUP, errno.ENOSYS])
+def test_a_file_system_without_hard_links_is_said_to_be_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int
+) -> None:
+    def fail(source: Path, target: Path) -> None:
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(os, "link", fail)
+    with pytest.raises(StoreError, match=r"v/a: .* no hard links") as caught:
+        LocalStore(tmp_path).put("v/a", b"x", create=True)
+    assert not isinstance(caught.value, Unauthorized | Unavailable)
+    assert list((tmp_path / "v").iterdir()) == []
 
 
 def test_a_segment_too_long_for_the_file_system_is_a_store_error(tmp_path: Path) -> None:
