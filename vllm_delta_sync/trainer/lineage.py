@@ -9,20 +9,22 @@ import logging
 import os
 import tempfile
 from collections.abc import Iterator, Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 import torch
 
-from vllm_delta_sync.errors import BaseMismatch, ConfigError, StateHashMismatch
+from vllm_delta_sync.errors import BaseMismatch, ConfigError, LogError, NotFound, StateHashMismatch
 from vllm_delta_sync.log import DeltaLog, LogWriter
+from vllm_delta_sync.log.materialize import base_directory
 from vllm_delta_sync.store import Store
 from vllm_delta_sync.trainer import base as bases
 from vllm_delta_sync.trainer import source
 from vllm_delta_sync.trainer.snapshot import Snapshot
 from vllm_delta_sync.wire import state_hash
-from vllm_delta_sync.wire.checkpoint import write_checkpoint
+from vllm_delta_sync.wire.checkpoint import open_checkpoint, write_checkpoint
 from vllm_delta_sync.wire.manifest import Manifest
 
 logger = logging.getLogger(__name__)
@@ -69,14 +71,23 @@ def continue_run(log: DeltaLog, base: GivenBase | None, dtype: torch.dtype | Non
     """
     writer = LogWriter.attach(log)
     first = log.chain(-1, writer.tip)[0]
+    if base is not None and not isinstance(base, torch.nn.Module | Mapping | str | os.PathLike):
+        base = dict(base)  # pairs can be read only once
     refused: list[str] = []
-    for candidate in _candidates(first, base, dtype):
-        try:
-            tensors = log.materialize(writer.tip.version, candidate)
-        except BaseMismatch as error:
-            refused.append(str(error))
-            continue
-        snapshot = Snapshot({name: (spec, _own(bits)) for name, (spec, bits) in tensors.items()}, threads)
+    for candidate in _candidates(first, base, dtype, refused):
+        with ExitStack() as stack:
+            try:
+                found = stack.enter_context(base_directory(log, first, candidate))
+                read = open_checkpoint(found) if isinstance(found, Path) else found
+            except (LogError, NotFound, OSError) as error:  # emptied or damaged since; the next one may not be
+                refused.append(str(error))
+                continue
+            try:
+                tensors = log.materialize(writer.tip.version, read)
+            except BaseMismatch as error:
+                refused.append(str(error))
+                continue
+            snapshot = Snapshot({name: (spec, _own(bits)) for name, (spec, bits) in tensors.items()}, threads)
         if state_hash.state_root(snapshot.lanes) != writer.tip.state_root:
             raise StateHashMismatch(f"{log.store.uri}: rebuilding version {writer.tip.version} gave another state")
         return Lineage(writer, snapshot, _aliases(base, snapshot))
@@ -87,13 +98,20 @@ def continue_run(log: DeltaLog, base: GivenBase | None, dtype: torch.dtype | Non
 
 
 def _candidates(
-    first: Manifest, base: GivenBase | None, dtype: torch.dtype | None
+    first: Manifest, base: GivenBase | None, dtype: torch.dtype | None, refused: list[str]
 ) -> Iterator[Path | bases.Tensors | None]:
-    """What may be the base of a run, the cheapest to read first; None stands for the run's anchor."""
-    if isinstance(base, str | os.PathLike) and (found := bases.locate(str(base), None)):
-        yield found[0]
-    if first.base is not None and (found := bases.locate(first.base.model, first.base.revision)):
-        yield found[0]
+    """What may be the base of a run, the cheapest to read first; None stands for the run's anchor.
+
+    A name that leads nowhere is added to `refused`.
+    """
+    named: list[tuple[str, str | None]] = [(str(base), None)] if isinstance(base, str | os.PathLike) else []
+    if first.base is not None:
+        named.append((first.base.model, first.base.revision))
+    for name, revision in named:
+        if found := bases.locate(name, revision):
+            yield found[0]
+        else:
+            refused.append(f"{name!r} is neither a directory nor in the local Hugging Face cache")
     if first.anchor is not None:
         yield None
     if base is not None and not isinstance(base, str | os.PathLike):

@@ -127,6 +127,46 @@ def test_a_base_that_receivers_must_bring_is_not_uploaded(store: TroubledStore, 
         assert publisher.publish(training.model).changed == 0
 
 
+def test_a_base_that_was_damaged_since_does_not_keep_the_next_one_from_being_tried(
+    store: TroubledStore, checkpoint: Path
+) -> None:
+    original = {n: t.clone() for n, t in load_file(checkpoint / "model.safetensors").items()}
+    weights = {name: tensor.clone() for name, tensor in original.items()}
+    Publisher.open(store, checkpoint, anchor="always").close()
+    run = DeltaLog.open(store).run
+    (checkpoint / "model.safetensors").unlink()
+    (checkpoint / "model.safetensors").write_bytes(b"damaged")
+    with Publisher.open(store, checkpoint, resume=True) as publisher:  # from the anchor
+        assert publisher.run == run
+        weights["b"] += 1
+        assert publisher.publish(weights).changed == 5
+    key = next(key for key in store.list() if key.endswith("/model.safetensors"))
+    store.delete([key])
+    (checkpoint / "model.safetensors").unlink()
+    for given in (None, checkpoint, checkpoint / "gone"):
+        with pytest.raises(BaseMismatch, match="nothing at hand") as caught:
+            Publisher.open(store, given, resume=True)
+        assert ("'" + str(checkpoint / "gone") + "' is neither" in str(caught.value)) == (given == checkpoint / "gone")
+        assert "none was given" not in str(caught.value)
+    with Publisher.open(store, original, dtype=None, resume=True) as publisher:
+        assert publisher.publish(weights).changed == 0
+
+
+def test_a_base_given_as_pairs_is_tied_after_a_resume_as_before(store: TroubledStore, training: Training) -> None:
+    def pairs():  # type: ignore[no-untyped-def]
+        return ((name, tensor) for name, tensor in training.model.state_dict().items())
+
+    original = {name: tensor.clone() for name, tensor in training.model.state_dict().items()}
+    original["head.weight"] = original["embed.weight"]
+    with Publisher.open(store, pairs()) as publisher:
+        training.step()
+        publisher.publish(pairs())
+    training.step()
+    with Publisher.open(store, iter(original.items()), resume=True) as publisher:
+        assert publisher.publish(pairs()).changed > 0
+    assert logged(store) == training.state()
+
+
 def test_resuming_with_a_changed_model_publishes_exactly_the_difference(
     store: TroubledStore, training: Training
 ) -> None:
