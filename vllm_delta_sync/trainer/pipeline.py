@@ -17,6 +17,13 @@ from vllm_delta_sync.trainer.publication import Published
 from vllm_delta_sync.trainer.snapshot import Delta
 
 
+def _outcome() -> Future[Published]:
+    """An outcome that nobody can cancel, as `asyncio.wait_for` would: its version is on its way, whoever waits."""
+    outcome: Future[Published] = Future()
+    outcome.set_running_or_notify_cancel()
+    return outcome
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class InFlight:
     """A version that is not durable yet."""
@@ -25,7 +32,7 @@ class InFlight:
     step: int | None
     metadata: dict[str, str]
     delta: Delta
-    outcome: Future[Published] = field(default_factory=Future)
+    outcome: Future[Published] = field(default_factory=_outcome)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -50,6 +57,11 @@ class Pipeline:
         self._thread = threading.Thread(target=self._run, name="delta-sync-publish", daemon=True)
         self._thread.start()
 
+    @property
+    def is_this_thread(self) -> bool:
+        """Whether the caller is the background thread: in a callback of an outcome. It must not wait for itself."""
+        return threading.current_thread() is self._thread
+
     def wait_for_room(self) -> None:
         """Block while `limit` versions are in flight and none has failed."""
         with self._changed:
@@ -63,10 +75,16 @@ class Pipeline:
     def submit(self, version: InFlight) -> None:
         """Queue a version behind those in flight. Behind a failed one it fails too."""
         with self._changed:
+            self._changed.notify_all()  # first: nobody moves before the lock is free, and a Ctrl-C may come any time
             self._versions.append(version)
-            if self._error is not None:
-                version.outcome.set_exception(_not_durable(version, self._error))
-            self._changed.notify_all()
+            error = self._error
+        if error is not None:
+            version.outcome.set_exception(_not_durable(version, error))
+
+    def has(self, version: InFlight) -> bool:
+        """Whether `submit` got as far as queueing this version, whatever has become of it since."""
+        with self._changed:
+            return version in self._versions or version.outcome.done()
 
     def take_failure(self) -> Failure | None:
         """If a version has failed: it and those behind it, taken out, after which the pipeline goes on; else None."""
@@ -86,21 +104,28 @@ class Pipeline:
         self._thread.join()
 
     def _run(self) -> None:
+        # Outcomes are set without the lock, for their callbacks run here; and before the lock's waiters are told, who
+        # may look at them at once.
         while (version := self._next()) is not None:
             try:
                 published = self._write(version)
             except BaseException as error:  # also a MemoryError: whatever it is, the caller must learn of it
-                with self._changed:
-                    self._error = error
-                    for queued in self._versions:
-                        queued.outcome.set_exception(_not_durable(queued, error))
-                    self._changed.notify_all()
+                self._fail(error)
             else:
+                version.outcome.set_result(published)
                 with self._changed:
                     self._versions.popleft()
-                    version.outcome.set_result(published)
                     self._changed.notify_all()
             del version  # or its symbols would stay in memory until the next one comes
+
+    def _fail(self, error: BaseException) -> None:
+        with self._changed:
+            self._error = error
+            failed = tuple(self._versions)
+        for version in failed:
+            version.outcome.set_exception(_not_durable(version, error))
+        with self._changed:
+            self._changed.notify_all()
 
     def _next(self) -> InFlight | None:
         with self._changed:

@@ -5,24 +5,30 @@ Does not gather sharded models, retry what the store refuses, or know who follow
 
 from __future__ import annotations
 
+import logging
+import operator
 import os
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from types import TracebackType
 from typing import Literal, Self
 
 import torch
 
-from vllm_delta_sync.errors import ConfigError, DeltaSyncError, NotFound, PublishError, RivalWriter
+from vllm_delta_sync.errors import ConfigError, DeltaSyncError, NotFound, PublishError, RivalWriter, UnsettledWrite
 from vllm_delta_sync.log import DeltaLog
 from vllm_delta_sync.store import Store, open_store
 from vllm_delta_sync.trainer import lineage, source
 from vllm_delta_sync.trainer.encode import Encoder
 from vllm_delta_sync.trainer.pipeline import Failure, InFlight, Pipeline
 from vllm_delta_sync.trainer.publication import Publication
+from vllm_delta_sync.trainer.snapshot import Delta
 from vllm_delta_sync.wire import canonical_json
-from vllm_delta_sync.wire.manifest import MAX_METADATA_BYTES
+from vllm_delta_sync.wire.manifest import MAX_METADATA_BYTES, MAX_STEP
+
+logger = logging.getLogger(__name__)
 
 
 class Publisher:
@@ -95,6 +101,13 @@ class Publisher:
         if base is None:
             raise ConfigError(f"{store.uri} holds no run to resume; give base= to begin one")
         begun = lineage.begin_run(store, lineage.read_base(base, dtype, model_id, revision), anchor, workers)
+        if resume:
+            logger.warning(
+                "%s held no run to resume, so run %s was begun; if there should have been one, check that the URI is "
+                "right and its file system mounted",
+                store.uri,
+                begun.writer.log.run,
+            )
         return cls(begun, max_in_flight=max_in_flight, threads=workers)
 
     @property
@@ -120,28 +133,27 @@ class Publisher:
             step, metadata: the trainer's own, for whoever reads the log; at most 16 KiB.
 
         Raises:
+            ConfigError: `step` is no integer or beyond 2**62, or `metadata` cannot be written down.
             PublishError: an earlier version did not become durable. It and those behind it were taken back, so the next
                 publish() publishes what they held, too; nothing was published by this call.
             BaseMismatch: a tensor is missing, unknown or of another shape than the base's. Nothing was published.
             RivalWriter: another publisher wrote to this run. This one stays closed.
+            UnsettledWrite: the store does not tell what became of a version. This publisher stays closed.
         """
-        with self._calls:
+        with self._call():
             self._require_open()
-            texts = _checked(metadata)
+            number, texts = _checked_step(step), _checked(metadata)
             began = time.perf_counter()
             self._pipeline.wait_for_room()
             self._settle()
             free = time.perf_counter()
             pairs = source.pair_up(weights, self._snapshot.specs.keys(), self._aliases)
-            delta = self._snapshot.advance(pairs)
+            version = self._move_on(pairs, number, texts)
             found = time.perf_counter()
-            version = InFlight(self._version + 1, step, texts, delta)
-            self._pipeline.submit(version)
-            self._version = version.version
             return Publication(
                 version=version.version,
-                step=step,
-                changed=delta.changed,
+                step=number,
+                changed=version.delta.changed,
                 elements=self._snapshot.elements,
                 waited_s=free - began,
                 diff_s=found - free,
@@ -150,14 +162,14 @@ class Publisher:
 
     def wait(self) -> None:
         """Block until every version is durable. Raises as `publish` does."""
-        with self._calls:
+        with self._call():
             self._require_open()
             self._pipeline.wait_until_done()
             self._settle()
 
     def close(self) -> None:
         """Wait until every version is durable, and end. Raises as `publish` does, once; closing again does nothing."""
-        with self._calls:
+        with self._call():
             if self._closed is not None:
                 return
             try:
@@ -179,6 +191,33 @@ class Publisher:
                 raise
             error.add_note(f"closing the publisher failed, too: {failure}")  # the first error is the one to see
 
+    def _move_on(self, pairs: Iterable[tuple[str, torch.Tensor]], step: int | None, texts: dict[str, str]) -> InFlight:
+        """Find what changed and send it on its way. Whatever is raised, a Ctrl-C too, nothing found is lost."""
+        before = self._version
+        delta: Delta | None = None
+        version: InFlight | None = None
+        try:
+            delta = self._snapshot.advance(pairs)
+            version = InFlight(before + 1, step, texts, delta)
+            self._version = version.version
+            self._pipeline.submit(version)
+            return version
+        except BaseException:
+            if delta is not None and (version is None or not self._pipeline.has(version)):
+                self._snapshot.undo(delta)
+                self._version = before
+            raise
+
+    @contextmanager
+    def _call(self) -> Iterator[None]:
+        if self._pipeline.is_this_thread:
+            raise PublishError(
+                "a callback of a publication's outcome runs in the thread that publishes, which cannot wait for "
+                "itself; call the publisher from another thread"
+            )
+        with self._calls:
+            yield
+
     def _require_open(self) -> None:
         if self._closed is not None:
             raise self._closed
@@ -199,6 +238,9 @@ class Publisher:
         if isinstance(failure.error, RivalWriter):
             self._end(RivalWriter(f"{failure.error} (this publisher is closed for good)"))
             raise failure.error
+        if isinstance(failure.error, UnsettledWrite):
+            self._end(failure.error)
+            raise failure.error
         raise _unwound(failure) from failure.error
 
 
@@ -211,10 +253,26 @@ def _unwound(failure: Failure) -> PublishError:
     )
 
 
+def _checked_step(step: object) -> int | None:
+    if step is None:
+        return None
+    try:
+        number = operator.index(step)  # type: ignore[arg-type]  # also numpy's integers, but no float
+    except TypeError:
+        raise ConfigError(f"step is {step!r}, a {type(step).__name__}; it must be an integer") from None
+    if abs(number) > MAX_STEP:
+        raise ConfigError(f"step is {number}; it must be within ±{MAX_STEP}")
+    return number
+
+
 def _checked(metadata: Mapping[str, str] | None) -> dict[str, str]:
     texts = dict(metadata or {})
     if not all(isinstance(part, str) for item in texts.items() for part in item):
         raise ConfigError("metadata must map strings to strings")
-    if len(canonical_json.dump(texts)) > MAX_METADATA_BYTES:
+    try:
+        size = len(canonical_json.dump(texts))
+    except UnicodeEncodeError as error:
+        raise ConfigError(f"metadata holds text that UTF-8 cannot write: {error.reason}") from None
+    if size > MAX_METADATA_BYTES:
         raise ConfigError(f"metadata is larger than {MAX_METADATA_BYTES} bytes")
     return texts

@@ -17,6 +17,7 @@ FORMAT = shard.FORMAT
 MAX_SHARDS = 4096
 MAX_METADATA_BYTES = 16 << 10
 MAX_VERSION = 10**18
+MAX_STEP = 1 << 62  # either sign
 MAX_TABLE_BYTES = table.MAX_RAW_BYTES + (1 << 20)  # zstd never grows a table by more
 
 Key = Annotated[str, AfterValidator(check_key)]
@@ -134,7 +135,7 @@ class Manifest(_Wire):
     kind: Literal["base", "delta"]
     parent: ObjectRef | None
     created: FiniteFloat
-    step: Annotated[int, Field(ge=-(1 << 62), le=1 << 62)] | None
+    step: Annotated[int, Field(ge=-MAX_STEP, le=MAX_STEP)] | None
     metadata: dict[str, str]
     base: BaseRef | None
     anchor: AnchorRef | None

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import asyncio
+import logging
 import threading
+from concurrent.futures import Future
 
+import numpy as np
 import pytest
 import torch
 from tiny_training import Training, TroubledStore, logged, state_of
 
-from vllm_delta_sync.errors import BaseMismatch, ConfigError, PublishError, RivalWriter
+from vllm_delta_sync.errors import BaseMismatch, ConfigError, PublishError, RivalWriter, UnsettledWrite
 from vllm_delta_sync.log import DeltaLog
 from vllm_delta_sync.trainer import Publisher
+from vllm_delta_sync.trainer.pipeline import InFlight
 
 
 def test_every_version_of_an_optimiser_run_is_the_model_at_that_step(store: TroubledStore, training: Training) -> None:
@@ -73,7 +78,8 @@ def test_an_upload_that_fails_anywhere_loses_nothing(
         publisher.publish(training.model)
         publisher.wait()
         states.append(training.state())
-        store.fail, store.after = (lambda key: key.endswith(part)), after
+        once = [part]
+        store.fail, store.after = (lambda key: key.endswith(part) and bool(once) and bool(once.pop())), after
         training.step()
         lost = publisher.publish(training.model)
         if part == "LATEST" and after:  # only the answer was lost: the version is there, and the writer can tell
@@ -91,6 +97,101 @@ def test_an_upload_that_fails_anywhere_loses_nothing(
         states.append(training.state())
     assert [logged(store, version) for version in range(len(states))] == states
     assert DeltaLog.open(store).tip().version == len(states) - 1
+
+
+def test_a_version_of_which_nobody_can_tell_whether_it_arrived_closes_the_publisher(
+    store: TroubledStore, training: Training
+) -> None:
+    publisher = Publisher.open(store, training.model)
+    store.fail, store.after = (lambda key: key.endswith("LATEST")), True
+    training.step()
+    publisher.publish(training.model)
+    with pytest.raises(UnsettledWrite, match="resume=True"):
+        publisher.wait()
+    with pytest.raises(UnsettledWrite):
+        publisher.publish(training.model)
+    publisher.close()
+    store.fail = lambda key: False
+    with Publisher.open(store, resume=True) as again:
+        training.step()
+        assert again.publish(training.model).version == 2
+    assert logged(store) == training.state()
+
+
+@pytest.mark.parametrize("queued", [False, True], ids=["before it is queued", "after it was queued"])
+def test_an_interrupt_once_the_changes_are_found_loses_none_of_them(
+    store: TroubledStore, training: Training, monkeypatch: pytest.MonkeyPatch, queued: bool
+) -> None:
+    with Publisher.open(store, training.model) as publisher:
+        submit = publisher._pipeline.submit
+
+        def interrupted(version: InFlight) -> None:
+            if queued:
+                submit(version)
+            raise KeyboardInterrupt
+
+        training.step()
+        with monkeypatch.context() as patch:
+            patch.setattr(publisher._pipeline, "submit", interrupted)
+            with pytest.raises(KeyboardInterrupt):
+                publisher.publish(training.model)
+        after = publisher.publish(training.model)
+        assert (after.version, after.changed > 0) == ((2, False) if queued else (1, True))
+    assert logged(store) == training.state()
+
+
+def test_a_caller_that_stops_waiting_for_an_outcome_does_not_cancel_it(
+    store: TroubledStore, training: Training
+) -> None:
+    async def impatient(outcome: Future[object]) -> None:
+        with pytest.raises(TimeoutError):
+            await asyncio.wait_for(asyncio.wrap_future(outcome), 0.01)
+
+    with Publisher.open(store, training.model) as publisher:
+        store.gate.clear()
+        training.step()
+        publication = publisher.publish(training.model)
+        asyncio.run(impatient(publication.outcome))
+        assert not publication.outcome.cancel()
+        store.gate.set()
+        assert publication.result(10).version == 1
+    assert logged(store) == training.state()
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_a_callback_of_an_outcome_cannot_wait_for_its_own_thread(
+    store: TroubledStore, training: Training, fails: bool
+) -> None:
+    raised: list[BaseException] = []
+
+    def call_back(outcome: object) -> None:
+        for call in (publisher.wait, publisher.close, lambda: publisher.publish(training.model)):
+            try:
+                call()
+            except PublishError as error:
+                raised.append(error)
+
+    publisher = Publisher.open(store, training.model, max_in_flight=1)
+    store.gate.clear()
+    publisher.publish(training.model).outcome.add_done_callback(call_back)
+    store.fail = lambda key: fails
+    threading.Timer(0.05, store.gate.set).start()  # while the next one waits for room
+    if fails:
+        with pytest.raises(PublishError, match="did not become durable"):
+            publisher.publish(training.model)
+    else:
+        assert publisher.publish(training.model).version == 2
+    store.fail = lambda key: False
+    publisher.close()
+    assert [str(error)[:10] for error in raised] == ["a callback"] * 3
+
+
+def test_whoever_waited_for_a_version_sees_that_it_is_durable(store: TroubledStore, training: Training) -> None:
+    with Publisher.open(store, training.model) as publisher:
+        for _ in range(10):
+            publication = publisher.publish(training.model)
+            publisher.wait()
+            assert publication.durable
 
 
 def test_versions_behind_a_failed_one_are_taken_back_with_it(store: TroubledStore, training: Training) -> None:
@@ -225,7 +326,33 @@ def test_metadata_that_does_not_fit_is_refused_at_once(store: TroubledStore, tra
             publisher.publish(training.model, metadata={"log": "x" * 20_000})
         with pytest.raises(ConfigError, match="strings to strings"):
             publisher.publish(training.model, metadata={"reward": 1.0})  # type: ignore[dict-item]
+        with pytest.raises(ConfigError, match="UTF-8 cannot write"):
+            publisher.publish(training.model, metadata={"reward": "\ud800"})
         assert publisher.version == 0
+
+
+@pytest.mark.parametrize("step", [3.0, "3", 2**62 + 1, -(2**62) - 1])
+def test_a_step_that_is_none_is_refused_at_once(store: TroubledStore, training: Training, step: int) -> None:
+    with Publisher.open(store, training.model) as publisher:
+        with pytest.raises(ConfigError, match="step is"):
+            publisher.publish(training.model, step=step)
+        assert publisher.version == 0
+
+
+def test_a_step_may_be_an_integer_of_numpy(store: TroubledStore, training: Training) -> None:
+    with Publisher.open(store, training.model) as publisher:
+        assert publisher.publish(training.model, step=np.int64(3)).step == 3  # type: ignore[arg-type]
+    assert DeltaLog.open(store).tip().step == 3
+
+
+def test_a_run_begun_where_one_was_to_be_resumed_is_warned_of(
+    store: TroubledStore, training: Training, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.WARNING, "vllm_delta_sync"), Publisher.open(store, training.model, resume=True) as new:
+        assert [(store.uri in text, new.run in text) for text in caplog.messages] == [(True, True)]
+        caplog.clear()
+    with Publisher.open(store, training.model, resume=True):
+        assert caplog.messages == []
 
 
 @pytest.mark.parametrize("settings", [{"max_in_flight": 0}, {"threads": 0}, {"anchor": "sometimes"}])
