@@ -154,7 +154,7 @@ def _train_and_publish(
                 trainer.step()
                 published_at[step] = time.time()
                 publications.append(publisher.publish(trainer.model, step=QUIET_STEPS + step))
-            session.wait_until_served(steps)
+                session.wait_until_served(step)  # on-policy: the next batch would come from these weights
             synced = (begin, time.monotonic())
     return _Run(publications, session.commits(), load.stop(), quiet, synced)
 

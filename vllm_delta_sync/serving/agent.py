@@ -27,8 +27,6 @@ from vllm_delta_sync.serving.rank import Rank
 
 logger = logging.getLogger("vllm.delta_sync")
 
-BACKGROUND_NICENESS = 10
-
 # Taken when the worker is made: later vLLM's CPU backend binds it to the cores that compute, and threads inherit that.
 _CORES = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else None
 
@@ -116,7 +114,7 @@ class Agent:
 
     def _in_background(self, work: Callable[[], None], name: str) -> None:
         def run() -> None:
-            _step_back()
+            _leave_bound_cores()
             try:
                 work()
             except Exception:
@@ -127,13 +125,7 @@ class Agent:
         threading.Thread(target=run, name=name, daemon=True).start()
 
 
-def _step_back() -> None:
-    """Put the calling thread behind those that compute tokens, where the system lets us."""
-    if _CORES is None:
-        return
-    with contextlib.suppress(OSError):
-        os.sched_setaffinity(0, _CORES)
-    thread = threading.get_native_id()
-    with contextlib.suppress(OSError):
-        niceness = os.getpriority(os.PRIO_PROCESS, thread)
-        os.setpriority(os.PRIO_PROCESS, thread, max(niceness, BACKGROUND_NICENESS))
+def _leave_bound_cores() -> None:
+    if _CORES is not None:
+        with contextlib.suppress(OSError):
+            os.sched_setaffinity(0, _CORES)
