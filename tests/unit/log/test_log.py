@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import os
 from itertools import pairwise
 from pathlib import Path
 
@@ -237,6 +238,16 @@ def test_an_attempt_that_fails_leaves_no_objects(tiny: tiny_log.TinyLog, part: s
     assert_same(tiny.log.materialize(4, tiny.base), model)
 
 
+def test_a_run_whose_beginning_fails_leaves_no_anchor(tmp_path: Path) -> None:
+    model = tiny_log.random_model()
+    files = write_checkpoint(tmp_path / "base", model.values())
+    root = open_store(str(tmp_path / "bucket"))
+    store = _Failing(root, ".manifest.json", arrives=True)
+    with pytest.raises(Unavailable):
+        LogWriter.create(store, tiny_log.lanes_of(model), base=None, anchor=files)  # type: ignore[arg-type]
+    assert list(root.list()) == []
+
+
 def test_an_anchor_with_a_name_that_no_key_allows_is_refused_before_its_weights_are_written(tmp_path: Path) -> None:
     model = tiny_log.random_model()
     files = write_checkpoint(tmp_path / "base", model.values())
@@ -293,6 +304,21 @@ def test_a_failed_export_leaves_nothing_behind(tiny: tiny_log.TinyLog, tmp_path:
         export(tiny.log, 1, out, tiny.base, progress=occupy)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["base", "bucket", "out"]
     assert [path.name for path in out.iterdir()] == ["mine"]
+
+
+def test_an_export_is_durable_with_its_name(
+    tiny: tiny_log.TinyLog, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    synced: list[str] = []
+    real = os.fsync
+
+    def record(handle: int) -> None:
+        synced.append(os.readlink(f"/proc/self/fd/{handle}"))
+        real(handle)
+
+    monkeypatch.setattr(os, "fsync", record)
+    export(tiny.log, 1, tmp_path / "out", tiny.base)
+    assert synced[-1] == str(tmp_path)
 
 
 def test_what_another_export_left_does_not_get_into_this_one(tiny: tiny_log.TinyLog, tmp_path: Path) -> None:
