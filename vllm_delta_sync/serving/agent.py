@@ -1,7 +1,7 @@
 """A rank's background threads: carry out the controller's commands, and on the leader watch the bucket.
 
-Holds no weights and decides nothing. Runs at the priority of the threads that compute tokens: at a lower one it would be
-put aside while it holds Python's lock, and they would wait all the longer. What goes wrong becomes a message.
+Holds no weights and decides nothing. Runs at the priority of the threads that compute tokens: at a lower one it would
+be put aside while it holds Python's lock, and they would wait all the longer. What goes wrong becomes a message.
 """
 
 from __future__ import annotations
