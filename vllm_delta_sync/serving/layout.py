@@ -15,25 +15,11 @@ import numpy as np
 import torch
 
 from vllm_delta_sync.errors import UnsupportedLayout
+from vllm_delta_sync.kernels.dtypes import BY_NAME, NAMES
 from vllm_delta_sync.serving.affine import Box, Region, compose, first_overlap
 from vllm_delta_sync.serving.recorder import Copy, Overwrite, Recorder, storage_key
 from vllm_delta_sync.wire.tensors import TensorSpec
 
-_TORCH = {
-    "BF16": torch.bfloat16,
-    "F16": torch.float16,
-    "F32": torch.float32,
-    "F64": torch.float64,
-    "I8": torch.int8,
-    "U8": torch.uint8,
-    "I16": torch.int16,
-    "I32": torch.int32,
-    "I64": torch.int64,
-    "BOOL": torch.bool,
-    "F8_E4M3": torch.float8_e4m3fn,
-    "F8_E5M2": torch.float8_e5m2,
-}
-_NAMES = {dtype: name for name, dtype in _TORCH.items()}
 _WIDENINGS = {(torch.bfloat16, torch.float32), (torch.float16, torch.float32)}  # exact, and exactly undone
 
 
@@ -126,7 +112,7 @@ def trace(model: torch.nn.Module, specs: Sequence[TensorSpec]) -> Layout:
     for name, tensor in _named_tensors(model):
         if live.setdefault(storage_key(tensor), len(storages)) == len(storages):
             storages.append(_describe(name, tensor))
-    sources = {spec.name: torch.empty(spec.shape, dtype=_TORCH[spec.dtype], device="meta") for spec in specs}
+    sources = {spec.name: torch.empty(spec.shape, dtype=BY_NAME[spec.dtype], device="meta") for spec in specs}
     recorder = Recorder(sources, live)
     with _parameters_kept(model):
         _load(load_weights, sources, recorder)
@@ -181,7 +167,7 @@ def _resolve(recorder: Recorder, storages: Sequence[LiveStorage], specs: Sequenc
         if isinstance(event, Copy):
             reason = _dtype_problem(event, storages[event.storage])
             try:
-                region = compose(event.tensor, event.source, event.target, event.storage, _NAMES[event.target_dtype])
+                region = compose(event.tensor, event.source, event.target, event.storage, NAMES[event.target_dtype])
             except (UnsupportedLayout, KeyError) as error:
                 reason = reason or str(error)
             if reason:
@@ -207,7 +193,7 @@ def _resolve(recorder: Recorder, storages: Sequence[LiveStorage], specs: Sequenc
 
 
 def _dtype_problem(copy: Copy, storage: LiveStorage) -> str | None:
-    if _NAMES.get(copy.target_dtype) != storage.dtype:
+    if NAMES.get(copy.target_dtype) != storage.dtype:
         return f"{storage.name} is written as {copy.target_dtype}, which is not its type"
     if copy.source_dtype == copy.target_dtype or (copy.source_dtype, copy.target_dtype) in _WIDENINGS:
         return None
@@ -288,4 +274,4 @@ def _named_tensors(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]
 def _describe(name: str, tensor: torch.Tensor) -> LiveStorage:
     storage = tensor.untyped_storage()
     numel = storage.nbytes() // tensor.element_size()
-    return LiveStorage(name, storage.data_ptr(), _NAMES.get(tensor.dtype, str(tensor.dtype)), numel, str(tensor.device))
+    return LiveStorage(name, storage.data_ptr(), NAMES.get(tensor.dtype, str(tensor.dtype)), numel, str(tensor.device))

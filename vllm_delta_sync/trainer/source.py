@@ -14,27 +14,13 @@ import numpy.typing as npt
 import torch
 
 from vllm_delta_sync.errors import BaseMismatch, ConfigError
+from vllm_delta_sync.kernels.dtypes import BY_NAME, NAMES
 from vllm_delta_sync.wire import dtypes
 from vllm_delta_sync.wire.tensors import TensorSpec
 
 Weights: TypeAlias = torch.nn.Module | Mapping[str, torch.Tensor] | Iterable[tuple[str, torch.Tensor]]
 Bits: TypeAlias = npt.NDArray[np.unsignedinteger]
 
-_TORCH = {
-    "BF16": torch.bfloat16,
-    "F16": torch.float16,
-    "F32": torch.float32,
-    "F64": torch.float64,
-    "I8": torch.int8,
-    "U8": torch.uint8,
-    "I16": torch.int16,
-    "I32": torch.int32,
-    "I64": torch.int64,
-    "BOOL": torch.bool,
-    "F8_E4M3": torch.float8_e4m3fn,
-    "F8_E5M2": torch.float8_e5m2,
-}
-_NAMES = {dtype: name for name, dtype in _TORCH.items()}
 _CASTABLE = frozenset({torch.bfloat16, torch.float16, torch.float32, torch.float64})
 # Elements that torch casts in the calling thread: its pool of threads takes over at 2**15. Blocks are cast by several
 # threads of ours at once; a pool for each would oversubscribe the cores, which costs far more than it gains.
@@ -50,9 +36,9 @@ def spec_of(name: str, tensor: torch.Tensor, dtype: torch.dtype | None) -> Tenso
     """
     _refuse_unreadable(name, tensor)
     published = dtype if dtype is not None and tensor.dtype in (torch.float32, torch.float64) else tensor.dtype
-    if published not in _NAMES:
-        raise ConfigError(f"{name}: {published} cannot be published; the log knows {', '.join(map(str, _NAMES))}")
-    return TensorSpec(name, _NAMES[published], tuple(tensor.shape))
+    if published not in NAMES:
+        raise ConfigError(f"{name}: {published} cannot be published; the log knows {', '.join(map(str, NAMES))}")
+    return TensorSpec(name, NAMES[published], tuple(tensor.shape))
 
 
 def check(spec: TensorSpec, tensor: torch.Tensor) -> None:
@@ -63,7 +49,7 @@ def check(spec: TensorSpec, tensor: torch.Tensor) -> None:
             f"{spec.name}: has shape {list(tensor.shape)}, the base {list(spec.shape)}; a run keeps the shapes of its "
             "base: publish to a new run with Publisher.open(..., base=...)"
         )
-    wanted = _TORCH[spec.dtype]
+    wanted = BY_NAME[spec.dtype]
     if tensor.dtype != wanted and not {tensor.dtype, wanted} <= _CASTABLE:
         raise BaseMismatch(
             f"{spec.name}: is {tensor.dtype}, the base {wanted}; only 16 to 64-bit floating-point tensors are cast"
@@ -162,7 +148,7 @@ def finish_writes(tensor: torch.Tensor) -> None:
 def view_bits(tensor: torch.Tensor, spec: TensorSpec) -> Bits | None:
     """The bits uW[numel] of a tensor as they lie in host memory; None when only `read_bits` can read them."""
     plain = tensor.device.type == "cpu" and tensor.is_contiguous() and not tensor.is_neg()
-    return _as_bits(tensor.reshape(-1), spec) if plain and tensor.dtype == _TORCH[spec.dtype] else None
+    return _as_bits(tensor.reshape(-1), spec) if plain and tensor.dtype == BY_NAME[spec.dtype] else None
 
 
 def read_bits(tensor: torch.Tensor, spec: TensorSpec, start: int, count: int, into: Scratch | None = None) -> Bits:
@@ -171,7 +157,7 @@ def read_bits(tensor: torch.Tensor, spec: TensorSpec, start: int, count: int, in
     Any strides and any device. Allocates O(count) on the tensor's device, and on the host unless `into` is given: then
     the bits are valid until it is next used.
     """
-    dtype = _TORCH[spec.dtype]
+    dtype = BY_NAME[spec.dtype]
     out = into.take(dtype, count) if into else torch.empty(count, dtype=dtype)
     if tensor.device.type == "cpu":
         for at in range(0, count, _SERIAL):
