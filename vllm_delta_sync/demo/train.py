@@ -34,6 +34,7 @@ class Trainer:
         self.model.train()
         self._optimizer = torch.optim.AdamW(self.model.parameters(), lr=LEARNING_RATE, betas=(0.9, 0.95))
         self._batches = _batches(checkpoint / "tokenizer.json", seed)
+        self.steps = 0  # taken so far
 
     def step(self) -> float:
         """One optimiser step on the next batch of 4 × 128 tokens; returns the loss in nats per token."""
@@ -43,6 +44,7 @@ class Trainer:
         torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
         self._optimizer.step()
         self._optimizer.zero_grad(set_to_none=True)
+        self.steps += 1
         return loss.item()
 
     def state(self) -> dict[str, torch.Tensor]:

@@ -1,22 +1,22 @@
 """A rank's background threads: carry out the controller's commands, and on the leader watch the bucket.
 
-Holds no weights and decides nothing. Runs at the priority of the threads that compute tokens: at a lower one it would
-be put aside while it holds Python's lock, and they would wait all the longer. What goes wrong becomes a message.
+Holds no weights and decides nothing. Runs on cores that do not compute tokens when there are any, and always at the
+priority of the threads that do: at a lower one it would be put aside while it holds Python's lock, and they would wait
+all the longer. What goes wrong becomes a message.
 """
 
 from __future__ import annotations
 
-import contextlib
 import logging
-import os
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from functools import partial
 
 from vllm_delta_sync.config import DeltaSyncConfig
 from vllm_delta_sync.errors import DeltaSyncError, MalformedObject, UnsupportedEngine
 from vllm_delta_sync.log import DeltaLog
+from vllm_delta_sync.serving import cores
 from vllm_delta_sync.serving import messages as msg
 from vllm_delta_sync.serving.channel import Spoke
 from vllm_delta_sync.serving.controller import LEADER
@@ -27,9 +27,6 @@ from vllm_delta_sync.serving.rank import Rank
 
 logger = logging.getLogger("vllm.delta_sync")
 
-# Taken when the worker is made: later vLLM's CPU backend binds it to the cores that compute, and threads inherit that.
-_CORES = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else None
-
 
 class Agent:
     """Connects one rank to its engine's controller.
@@ -37,11 +34,13 @@ class Agent:
     Args:
         rank: whose background work this is.
         config: which bucket to follow, and how often to look.
+        spare: cores that no rank computes on.
     """
 
-    def __init__(self, rank: Rank, config: DeltaSyncConfig, address: str, authkey: bytes) -> None:
+    def __init__(self, rank: Rank, config: DeltaSyncConfig, address: str, authkey: bytes, spare: Iterable[int]) -> None:
         self._rank = rank
         self._config = config
+        self._cores = frozenset(spare) or cores.of_this_process()
         self._spoke = Spoke(address, authkey, rank.number)
         self._follower: Follower | None = None
 
@@ -114,7 +113,7 @@ class Agent:
 
     def _in_background(self, work: Callable[[], None], name: str) -> None:
         def run() -> None:
-            _leave_bound_cores()
+            cores.move_to(self._cores)
             try:
                 work()
             except Exception:
@@ -123,9 +122,3 @@ class Agent:
                 self._spoke.close()
 
         threading.Thread(target=run, name=name, daemon=True).start()
-
-
-def _leave_bound_cores() -> None:
-    if _CORES is not None:
-        with contextlib.suppress(OSError):
-            os.sched_setaffinity(0, _CORES)

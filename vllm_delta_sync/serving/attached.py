@@ -12,6 +12,7 @@ from typing import Any, NoReturn
 
 from vllm_delta_sync import config as settings
 from vllm_delta_sync.errors import DeltaSyncError, NotCaughtUp, Poisoned, UnsupportedEngine
+from vllm_delta_sync.serving import cores
 from vllm_delta_sync.serving.actions import Committed, EngineFailed, Event, Traced
 from vllm_delta_sync.serving.controller import Controller
 from vllm_delta_sync.serving.engine import PLUGIN
@@ -44,7 +45,8 @@ class EngineWork:
 
     def open(self, address: str, authkey: bytes) -> int:
         """Connect the ranks; returns how many there are."""
-        return len(self._call("delta_sync_open", (address, authkey.hex())))
+        busy = frozenset().union(*(result["cores"] for result in self._call("delta_sync_cores")))
+        return len(self._call("delta_sync_open", (address, authkey.hex(), cores.of_this_process() - busy)))
 
     def trace(self, attempt: int) -> Event:
         try:

@@ -17,7 +17,7 @@ import torch
 from vllm_delta_sync import config as settings
 from vllm_delta_sync import kernels
 from vllm_delta_sync.errors import DeltaSyncError, UnsupportedEngine
-from vllm_delta_sync.serving import engine, platform_cpu
+from vllm_delta_sync.serving import cores, engine, platform_cpu
 from vllm_delta_sync.serving.agent import Agent
 from vllm_delta_sync.serving.controller import LEADER
 from vllm_delta_sync.serving.dump import dump
@@ -75,9 +75,16 @@ class WorkerExtension:
 
     # --- called by the engine ----------------------------------------------------------------------------------------
     @_told
-    def delta_sync_open(self, address: str, authkey: str) -> dict[str, Any]:
-        """Connect to the engine's controller and start the background threads."""
-        self._delta_sync_agent = Agent(self._delta_sync_rank, self._delta_sync_config, address, bytes.fromhex(authkey))
+    def delta_sync_cores(self) -> dict[str, Any]:
+        """Tell which CPU cores this rank computes on."""
+        return {"cores": cores.of_this_process()}
+
+    @_told
+    def delta_sync_open(self, address: str, authkey: str, spare: frozenset[int]) -> dict[str, Any]:
+        """Connect to the engine's controller and start the background threads, on the `spare` cores if any."""
+        self._delta_sync_agent = Agent(
+            self._delta_sync_rank, self._delta_sync_config, address, bytes.fromhex(authkey), spare
+        )
         self._delta_sync_agent.start()
         return {"rank": self._delta_sync_rank.number}
 

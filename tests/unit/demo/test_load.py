@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import math
 import threading
 import time
 from collections.abc import Iterator
@@ -62,7 +63,7 @@ def test_streams_that_run_to_their_end_are_timed(tmp_path: Path) -> None:
         traffic = _traffic(url, tmp_path)
     assert traffic.failures == () and traffic.finished >= 2
     assert len(traffic.gaps) == 2 * traffic.finished
-    assert 15 < traffic.gap_percentile(50, 0, float("inf")) < 1000
+    assert 15 < traffic.gap_percentile(50, [(0, float("inf"))]) < 1000
 
 
 @pytest.mark.parametrize(("reason", "status", "why"), [("abort", 200, "'abort'"), ("length", 503, "status 503")])
@@ -76,6 +77,6 @@ def test_aborted_and_refused_requests_are_failures(tmp_path: Path, reason: str, 
 def test_percentiles_are_of_the_tokens_in_the_window() -> None:
     gaps = tuple((float(when), 0.001 * when) for when in range(1, 101))
     traffic = Traffic(gaps=gaps, finished=1, failures=())
-    assert traffic.gap_percentile(99, 0, 1000) == 100
-    assert traffic.gap_percentile(50, 0, 11) == 6
-    assert traffic.gap_percentile(50, 200, 300) != traffic.gap_percentile(50, 200, 300)  # NaN
+    assert traffic.gap_percentile(99, [(0, 1000)]) == 100
+    assert traffic.gap_percentile(50, [(0, 4), (4, 11)]) == 6
+    assert math.isnan(traffic.gap_percentile(50, [(200, 300)]))

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from vllm_delta_sync.config import DeltaSyncConfig, parse
+from vllm_delta_sync.serving import cores
 from vllm_delta_sync.serving.actions import Commit, Committed, EngineFailed, Event, Stop, Trace
 from vllm_delta_sync.serving.attached import Attached, EngineWork
 from vllm_delta_sync.serving.loop import Gate
@@ -36,6 +37,7 @@ class Core:
 
     def collective_rpc(self, method: str, timeout: float | None, args: tuple[Any, ...]) -> list[dict[str, Any]]:
         self.calls.append(method)
+        self.arguments = args
         answer = self.answers.get(method, [FINE, FINE])
         if isinstance(answer, Exception):
             raise answer
@@ -65,6 +67,15 @@ def work(core: Core, **settings: Any) -> EngineWork:
 def committed(event: Event) -> Committed:
     assert isinstance(event, Committed)
     return event
+
+
+def test_ranks_are_told_which_cores_none_of_them_computes_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cores, "of_this_process", lambda: frozenset(range(8)))
+    bound = [{"ok": True, "cores": frozenset({0, 1, 2})}, {"ok": True, "cores": frozenset({3, 4, 5})}]
+    core = Core(delta_sync_cores=bound)
+    assert work(core).open("address", b"key") == 2
+    assert core.calls == ["delta_sync_cores", "delta_sync_open"]
+    assert core.arguments == ("address", b"key".hex(), frozenset({6, 7}))
 
 
 def test_a_commit_on_all_ranks_moves_label_and_salt() -> None:
