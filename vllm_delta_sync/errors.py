@@ -52,6 +52,12 @@ class AlreadyExists(StoreError):
     cause = "already_exists"
 
 
+class PreconditionFailed(StoreError):
+    """`put(over=…)` found another object than the one it was to replace."""
+
+    cause = "precondition"
+
+
 class Unauthorized(StoreError):
     """Credentials are missing, wrong or lack the right."""
 
@@ -78,6 +84,12 @@ class Unavailable(StoreError):
     cause = "unavailable"
 
 
+class CacheError(StoreError):
+    """The cache on this node cannot be used: disk full, no permission, no room; fetching goes on without it."""
+
+    cause = "cache"
+
+
 # --- the log -------------------------------------------------------------------------------------------------------
 class LogError(DeltaSyncError):
     """What is in the log cannot be followed."""
@@ -101,6 +113,12 @@ class VersionGap(LogError):
     """The chain from the version held to the one wanted is broken, forked or goes backwards."""
 
     cause = "version_gap"
+
+
+class BaseNeeded(LogError):
+    """Changes cannot be composed or inverted from what they hold alone: the values before them are needed."""
+
+    cause = "base_needed"
 
 
 class RivalWriter(LogError):
@@ -144,6 +162,12 @@ class UnsupportedLayout(StateError):
     """A tensor reaches live memory in a way that cannot be patched in place."""
 
     cause = "unsupported_layout"
+
+
+class StagingLimit(StateError):
+    """A step changes more than may wait in memory for its commit."""
+
+    cause = "staging_limit"
 
 
 class Poisoned(StateError):

@@ -22,6 +22,7 @@ try:
         hash_run,
         hash_strided,
         map_positions,
+        merge,
         read_sum,
         scatter,
     )
@@ -41,6 +42,7 @@ except ImportError as error:
         hash_run,
         hash_strided,
         map_positions,
+        merge,
         read_sum,
         scatter,
     )
@@ -75,6 +77,7 @@ __all__ = [
     "hash_run",
     "hash_strided",
     "map_positions",
+    "merge",
     "read_sum",
     "scatter",
 ]

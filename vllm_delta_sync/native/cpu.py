@@ -26,6 +26,7 @@ from vllm_delta_sync.native.types import (
     Seed,
     bits_width,
     check_map,
+    check_merge,
     check_segments,
     coalesce,
     pair_width,
@@ -200,6 +201,22 @@ def apply_steps(old: U16, steps: U16) -> U16:
     new = np.empty(old.size, np.uint16)
     _lib.vds_apply_steps(old.ctypes.data, steps.ctypes.data, old.size, new.ctypes.data)
     return new
+
+
+def merge(first_positions: U32, first: Bits, second_positions: U32, second: Bits, *, add: bool) -> tuple[U32, Bits]:
+    """The union of two changes: positions u32 [n] and [m], ascending, with uW [n] and [m] → positions u32 [k], uW [k].
+
+    Where both have a position, its value is the second's or, with `add`, the sum mod 2**(8 W), and what sums to zero is
+    left out.
+    """
+    width = check_merge(first_positions, first, second_positions, second)
+    room = first.size + second.size
+    positions, values = np.empty(room, np.uint32), np.empty(room, first.dtype)
+    found = _lib.vds_merge(
+        width, first_positions.ctypes.data, first.ctypes.data, first.size, second_positions.ctypes.data,
+        second.ctypes.data, second.size, add, positions.ctypes.data, values.ctypes.data,
+    )  # fmt: skip
+    return positions[:found], values[:found]
 
 
 def map_positions(

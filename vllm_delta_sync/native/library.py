@@ -35,6 +35,7 @@ CPU_FUNCTIONS: dict[str, tuple[Any, list[Any]]] = {
     "vds_encode_steps": (None, [_U16, _U16, c_int64, _U8]),
     "vds_decode_steps": (c_int, [_U8, c_int64, c_int64, _U16]),
     "vds_apply_steps": (None, [_U16, _U16, c_int64, _U16]),
+    "vds_merge": (c_int64, [c_int, _U32, c_void_p, c_int64, _U32, c_void_p, c_int64, c_int, _U32, c_void_p]),
     "vds_map_positions": (c_int64, [_U32, c_int64, c_int64, c_int, _I64, _I64, _I64, _U32, _I64]),
     "vds_gather": (c_int, [c_int, c_void_p, _U32, c_int64, c_void_p]),
     "vds_scatter": (c_int64, [c_int, c_void_p, c_int64, _U32, c_void_p, c_void_p, c_int64, c_int]),

@@ -20,6 +20,7 @@ from vllm_delta_sync.native.types import (
     Bits,
     Changes,
     check_map,
+    check_merge,
     check_segments,
     pair_width,
     row,
@@ -37,6 +38,7 @@ __all__ = [
     "hash_run",
     "hash_strided",
     "map_positions",
+    "merge",
     "read_sum",
     "scatter",
 ]
@@ -166,6 +168,25 @@ def apply_steps(old: U16, steps: U16) -> U16:
     row("old", old, np.uint16)
     row("steps", steps, np.uint16, old.size)
     return _ordered(_ordered(old) + steps)
+
+
+def merge(first_positions: U32, first: Bits, second_positions: U32, second: Bits, *, add: bool) -> tuple[U32, Bits]:
+    """The union of two changes: positions u32 [n] and [m], ascending, with uW [n] and [m] → positions u32 [k], uW [k].
+
+    Where both have a position, its value is the second's or, with `add`, the sum mod 2**(8 W), and what sums to zero is
+    left out.
+    """
+    check_merge(first_positions, first, second_positions, second)
+    positions, values = np.concatenate((first_positions, second_positions)), np.concatenate((first, second))
+    order = np.argsort(positions, kind="stable")  # of two equal ones, the second's comes after
+    positions, values = positions[order], values[order]
+    twice = np.flatnonzero(positions[1:] == positions[:-1])
+    keep = np.ones(positions.size, np.bool_)
+    keep[twice] = False
+    if add:
+        values[twice + 1] += values[twice]
+        keep[twice + 1] = values[twice + 1] != 0
+    return positions[keep], values[keep]
 
 
 def map_positions(

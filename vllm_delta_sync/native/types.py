@@ -90,6 +90,22 @@ def pair_width(first: str, a: Bits, second: str, b: Bits) -> int:
     return width
 
 
+def check_merge(first_positions: U32, first: Bits, second_positions: U32, second: Bits) -> int:
+    """Common width in bytes of two lists of changes; refuse what is not contiguous rows of matching dtypes, lengths."""
+    row("first_positions", first_positions, np.uint32)
+    row("second_positions", second_positions, np.uint32)
+    width = bits_width("first", first)
+    if bits_width("second", second) != width or (first.size, second.size) != (
+        first_positions.size,
+        second_positions.size,
+    ):
+        raise ValueError(
+            f"first and second must have one dtype and a value per position, got {first.dtype}[{first.size}] at "
+            f"{first_positions.size} and {second.dtype}[{second.size}] at {second_positions.size}"
+        )
+    return width
+
+
 def check_segments(segments: I64, elements: int) -> None:
     """Refuse segments that are not i64[S, 4], ascending, disjoint and inside `elements`, with reserved zeros."""
     if segments.dtype != np.int64 or segments.ndim != 2 or segments.shape[1] != 4 or not segments.flags.c_contiguous:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import mmap
 import os
 import shutil
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -107,28 +107,15 @@ def write_checkpoint(
     """
     root = Path(directory)
     root.mkdir(parents=True, exist_ok=True)
-    groups: list[list[tuple[TensorSpec, Bits]]] = []
-    room = 0
-    for spec, bits in tensors:
-        if not groups or spec.nbytes > room:
-            groups.append([])
-            room = file_bytes
-        groups[-1].append((spec, bits))
-        room -= spec.nbytes
-    groups = groups or [[]]
-    names = [SINGLE]
-    if len(groups) > 1:
-        names = [f"model-{number:05d}-of-{len(groups):05d}.safetensors" for number in range(1, len(groups) + 1)]
+    given = dict(tensors)
+    files = plan_files(given, file_bytes)
     written = []
-    for name, group in zip(names, groups, strict=True):
-        with _durable(root / name) as file:
-            _write_tensors(file, group)
+    for name, specs in files.items():
+        write_file(root / name, specs, given.__getitem__)
         written.append(root / name)
-    if len(groups) > 1:
-        weight_map = {spec.name: name for name, group in zip(names, groups, strict=True) for spec, _ in group}
-        total = sum(spec.nbytes for group in groups for spec, _ in group)
+    if len(files) > 1:
         with _durable(root / INDEX) as file:
-            file.write(canonical_json.dump({"metadata": {"total_size": total}, "weight_map": weight_map}))
+            file.write(index_of(files))
         written.append(root / INDEX)
     for source in extra_files:
         with source.open("rb") as reader, _durable(root / source.name) as file:
@@ -138,6 +125,41 @@ def write_checkpoint(
     return written
 
 
+def plan_files(specs: Iterable[TensorSpec], file_bytes: int = FILE_BYTES) -> dict[str, list[TensorSpec]]:
+    """The files of a checkpoint and the tensors in each: at most `file_bytes` of data, or one larger tensor."""
+    groups: list[list[TensorSpec]] = []
+    room = 0
+    for spec in specs:
+        if not groups or spec.nbytes > room:
+            groups.append([])
+            room = file_bytes
+        groups[-1].append(spec)
+        room -= spec.nbytes
+    if len(groups) < 2:
+        return {SINGLE: groups[0] if groups else []}
+    return {f"model-{n:05d}-of-{len(groups):05d}.safetensors": group for n, group in enumerate(groups, 1)}
+
+
+def write_file(path: Path, specs: Iterable[TensorSpec], read: Callable[[TensorSpec], Bits]) -> None:
+    """Write one file of a checkpoint, durably; `read` is asked for the bits uW[numel] of one tensor at a time."""
+    # Widest first, so that every tensor begins at a multiple of its width.
+    ordered = sorted(specs, key=lambda spec: (-spec.width, spec.name))
+    with _durable(path) as file:
+        file.write(container.layout([(spec.name, spec.dtype, spec.shape) for spec in ordered], {"format": "pt"}))
+        for spec in ordered:
+            bits = read(spec)
+            assert bits.size == spec.numel and bits.itemsize == spec.width, f"{spec}: {bits.size} elements"
+            if bits.size:
+                file.write(np.ascontiguousarray(bits).reshape(-1).view(np.uint8).data)
+
+
+def index_of(files: Mapping[str, Iterable[TensorSpec]]) -> bytes:
+    """The index of a checkpoint of several files."""
+    weight_map = {spec.name: name for name, specs in files.items() for spec in specs}
+    total = sum(spec.nbytes for specs in files.values() for spec in specs)
+    return canonical_json.dump({"metadata": {"total_size": total}, "weight_map": weight_map})
+
+
 def config_files(directory: str | os.PathLike[str]) -> list[Path]:
     """The files that a loadable checkpoint has beside its weights: config, tokenizer, licence, and the like."""
     suffixes = {".json", ".txt", ".model", ".jinja", ".md", ".py", ".tiktoken"}
@@ -145,16 +167,6 @@ def config_files(directory: str | os.PathLike[str]) -> list[Path]:
     indexes = (".safetensors.index.json", ".bin.index.json")
     wanted = [path for path in found if path.suffix in suffixes or path.name == "LICENSE"]
     return [path for path in wanted if not path.name.endswith(indexes)]
-
-
-def _write_tensors(file: BinaryIO, group: list[tuple[TensorSpec, Bits]]) -> None:
-    # Widest first, so that every tensor begins at a multiple of its width.
-    ordered = sorted(group, key=lambda item: (-item[0].width, item[0].name))
-    file.write(container.layout([(spec.name, spec.dtype, spec.shape) for spec, _ in ordered], {"format": "pt"}))
-    for spec, bits in ordered:
-        assert bits.size == spec.numel and bits.itemsize == spec.width, f"{spec}: {bits.size} elements"
-        if bits.size:
-            file.write(np.ascontiguousarray(bits).reshape(-1).view(np.uint8).data)
 
 
 def sync_directory(directory: str | os.PathLike[str]) -> None:

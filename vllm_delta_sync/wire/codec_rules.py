@@ -14,6 +14,10 @@ import numpy.typing as npt
 DENSE, GAP, GAP_ABS = 0, 1, 2
 NAMES = {DENSE: "dense", GAP: "gap", GAP_ABS: "gap-abs"}
 
+# A fold of sparse blocks may come out sparse where a dense copy would be smaller, because whoever folds does not know
+# the values that are not listed. Streams of a few elements exceed such a copy by their frames' headers.
+SLACK_BYTES = 512
+
 Column = npt.NDArray[Any]
 
 
@@ -34,4 +38,4 @@ def violations(
     yield gap & ((value < changed) | (value > 3 * changed)), "its steps take one or three bytes each"
     yield gap_abs & (value != changed * width), "its values take one element's bytes each"
     yield sparse & (length < 1).any(axis=1), "it lacks a stream"
-    yield sparse & (length.sum(axis=1) > size), "it is larger than its dense copy"
+    yield sparse & (length.sum(axis=1) > size + SLACK_BYTES), "it is larger than its dense copy"

@@ -31,8 +31,8 @@ class EncodedBlock:
 
     codec: int
     changed: int
-    index: bytes
-    value: bytes
+    index: Buffer
+    value: Buffer
     raw: tuple[int, int]
 
     @property
@@ -79,10 +79,27 @@ def encode_block(spec: TensorSpec, changes: native.Changes, start: int, count: i
     changed, width = len(changes.positions), spec.width
     assert 1 <= changed <= count and len(current) == count, f"{spec.name} [{start}, +{count}): {changed} changes"
     size = count * width
-    best = (_gap(spec, changes) if dtypes.by_name(spec.dtype).half else None) or _gap_abs(changes, width)
-    if best.stored < size:
-        return best
-    return EncodedBlock(DENSE, changed, b"", np.ascontiguousarray(current).tobytes(), (0, size))
+    half = dtypes.by_name(spec.dtype).half
+    best = _gap(spec, changes) if half else gap_abs_block(changes.positions, changes.new)
+    return best if best.stored < size else dense_block(current, changed)
+
+
+def gap_block(positions: npt.NDArray[np.uint32], steps: npt.NDArray[np.uint16]) -> EncodedBlock:
+    """Steps u16[n], none of them zero, at ascending positions u32[n] of a block of half floats; n ≥ 1."""
+    zeros = np.zeros_like(steps)
+    index, value = native.encode_gaps(positions), native.encode_steps(zeros, native.apply_steps(zeros, steps))
+    return EncodedBlock(GAP, len(positions), _pack(index), _pack(value), (index.size, value.size))
+
+
+def gap_abs_block(positions: npt.NDArray[np.uint32], values: Bits) -> EncodedBlock:
+    """New bits uW[n] at ascending positions u32[n] of a block; n ≥ 1."""
+    index, planes = native.encode_gaps(positions), _planes(values, values.itemsize)
+    return EncodedBlock(GAP_ABS, len(positions), _pack(index), _pack(planes), (index.size, planes.size))
+
+
+def dense_block(values: Bits, changed: int) -> EncodedBlock:
+    """The new bits uW[count] of a whole block, of which `changed` elements count as changed."""
+    return EncodedBlock(DENSE, changed, b"", np.ascontiguousarray(values).tobytes(), (0, values.nbytes))
 
 
 def _gap(spec: TensorSpec, changes: native.Changes) -> EncodedBlock:
@@ -96,11 +113,6 @@ def _gap(spec: TensorSpec, changes: native.Changes) -> EncodedBlock:
     if len(packed) >= len(steps.value):
         return steps
     return EncodedBlock(GAP_ABS, steps.changed, steps.index, packed, (index.size, planes.size))
-
-
-def _gap_abs(changes: native.Changes, width: int) -> EncodedBlock:
-    index, planes = native.encode_gaps(changes.positions), _planes(changes.new, width)
-    return EncodedBlock(GAP_ABS, len(changes.positions), _pack(index), _pack(planes), (index.size, planes.size))
 
 
 def _pack(raw: npt.NDArray[np.uint8]) -> bytes:
@@ -133,21 +145,26 @@ def decode_block(block: Block, payload: Buffer) -> DecodedBlock:
     """
     check_digest(block, payload)
     view = memoryview(payload)
-    index, value = view[: block.length[0]], view[block.length[0] :]
-    bits = dtypes.by_name(block.spec.dtype).bits
-    if block.codec == DENSE:
+    encoded = EncodedBlock(block.codec, block.changed, view[: block.length[0]], view[block.length[0] :], block.raw)
+    return decode_encoded(block.spec, block.count, encoded, f"block {block}")
+
+
+def decode_encoded(spec: TensorSpec, count: int, encoded: EncodedBlock, what: str) -> DecodedBlock:
+    """Decode a block of `count` elements whose digest was checked and whose row passed the rules; else as above."""
+    bits, changed = dtypes.by_name(spec.dtype).bits, encoded.changed
+    if encoded.codec == DENSE:
         # A block may begin at any byte of its shard; native code wants whole elements aligned.
-        values = np.require(np.frombuffer(value, bits), requirements="A")
-        return DecodedBlock(DENSE, np.arange(block.count, dtype=np.uint32), None, values)
+        values = np.require(np.frombuffer(encoded.value, bits), requirements="A")
+        return DecodedBlock(DENSE, np.arange(count, dtype=np.uint32), None, values)
     # The caps were checked against `changed` and `count` with the table, so neither stream can ask for more than these.
-    gaps = frames.decompress(index, block.raw[0], f"block {block}, index stream")
-    raw = np.frombuffer(frames.decompress(value, block.raw[1], f"block {block}, value stream"), np.uint8)
+    gaps = frames.decompress(encoded.index, encoded.raw[0], f"{what}, index stream")
+    raw = np.frombuffer(frames.decompress(encoded.value, encoded.raw[1], f"{what}, value stream"), np.uint8)
     try:
-        positions = native.decode_gaps(np.frombuffer(gaps, np.uint8), block.changed, block.count)
-        if block.codec == GAP:
-            return DecodedBlock(GAP, positions, native.decode_steps(raw, block.changed), None)
+        positions = native.decode_gaps(np.frombuffer(gaps, np.uint8), changed, count)
+        if encoded.codec == GAP:
+            return DecodedBlock(GAP, positions, native.decode_steps(raw, changed), None)
     except MalformedObject as error:
-        raise MalformedObject(f"block {block}: {error}") from None
-    planes = raw.reshape(block.spec.width, block.changed)
+        raise MalformedObject(f"{what}: {error}") from None
+    planes = raw.reshape(spec.width, changed)
     values = np.ascontiguousarray(planes.T).reshape(-1).view(bits)
     return DecodedBlock(GAP_ABS, positions, None, values)

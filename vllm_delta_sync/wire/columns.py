@@ -17,7 +17,9 @@ from vllm_delta_sync.wire.tensors import MAX_RANK, TensorSpec
 
 Columns: TypeAlias = dict[str, npt.NDArray[Any]]
 
-MAX_COUNT = (1 << 31) - 1
+MAX_COUNT = 1 << 24  # elements of a block: what decoding one may take, for a writer makes them of 2**22
+MAX_TENSORS = 1 << 19
+MAX_BLOCKS = 1 << 20
 _LIMIT = 1 << 48  # every number in the table is below this, so sums of a few never wrap
 
 # name → (safetensors dtype, numpy dtype, trailing shape)
@@ -59,7 +61,12 @@ def unpack(raw: bytes, what: str) -> Columns:
         if entry.dtype != dtype or len(entry.shape) != 1 + len(trailing) or entry.shape[1:] != trailing:
             raise MalformedObject(f"{what}: column {name} is {entry.dtype} {list(entry.shape)}, not {dtype}")
         found[name] = np.frombuffer(raw[entry.start : entry.end], numpy_dtype).reshape(entry.shape)
-    for group, first in (("tensors.", "tensors.dtype"), ("blocks.", "blocks.tensor")):
+    for group, first, most in (
+        ("tensors.", "tensors.dtype", MAX_TENSORS),
+        ("blocks.", "blocks.tensor", MAX_BLOCKS),
+    ):
+        if len(found[first]) > most:
+            raise MalformedObject(f"{what}: {len(found[first])} rows of {group}*, at most {most} are allowed")
         for name in _SCHEMA:
             free = name in ("tensors.names", "tensors.shape")
             if name.startswith(group) and not free and len(found[name]) != len(found[first]):

@@ -1,4 +1,4 @@
-"""What a manifest and its table must say alike.
+"""What a payload, as its manifest or catalog states it, and its table must say alike.
 
 Does not fetch either.
 """
@@ -7,40 +7,46 @@ from __future__ import annotations
 
 from vllm_delta_sync.errors import MalformedObject
 from vllm_delta_sync.wire import state_hash
-from vllm_delta_sync.wire.manifest import Manifest
+from vllm_delta_sync.wire.codec_rules import DENSE
+from vllm_delta_sync.wire.payload import Parts
 from vllm_delta_sync.wire.table import VersionTable
 
 
-def check(manifest: Manifest, table: VersionTable) -> None:
-    """Raise MalformedObject unless the table can be that of the manifest."""
-    key = manifest.table.key
+def check(parts: Parts, table: VersionTable, what: str) -> None:
+    """Raise MalformedObject, naming `what`, unless the table can be that of the payload."""
     changed = sum(block.changed for block in table.blocks)
-    if changed != manifest.totals.changed:
-        raise MalformedObject(f"{key}: {changed} elements change, the manifest says {manifest.totals.changed}")
-    if manifest.kind == "base":
-        _check_base(manifest, table)
+    if changed != parts.totals.changed:
+        raise MalformedObject(f"{what}: {changed} elements change, {parts} is said to have {parts.totals.changed}")
+    if parts.is_base:
+        _check_base(parts, table, what)
     listed = {block.tensor for block in table.blocks}
-    if manifest.kind == "delta" and len(listed) != len(table.tensors):
+    if not parts.is_base and len(listed) != len(table.tensors):
         idle = next(spec.name for index, spec in enumerate(table.tensors) if index not in listed)
-        raise MalformedObject(f"{key}: tensor {idle!r} is listed but has no block")
+        raise MalformedObject(f"{what}: tensor {idle!r} is listed but has no block")
     for block in table.blocks:
-        if block.shard >= len(manifest.shards):
-            raise MalformedObject(f"{key}: block {block} is in shard {block.shard} of {len(manifest.shards)}")
-        shard = manifest.shards[block.shard]
+        if block.shard >= len(parts.shards):
+            raise MalformedObject(f"{what}: block {block} is in shard {block.shard} of {len(parts.shards)}")
+        shard = parts.shards[block.shard]
         if shard.data_start + block.offset + block.stored > shard.size:
-            raise MalformedObject(f"{key}: block {block} reaches beyond the {shard.size} bytes of {shard.key}")
+            raise MalformedObject(f"{what}: block {block} reaches beyond the {shard.size} bytes of {shard.key}")
+        if parts.is_fold and block.codec == DENSE and block.changed != block.count:
+            raise MalformedObject(f"{what}: block {block} of a fold is dense, but does not count all it lists")
 
 
-def _check_base(manifest: Manifest, table: VersionTable) -> None:
-    key = manifest.table.key
-    elements = sum(spec.numel for spec in table.tensors)
-    if (len(table.tensors), elements) != (manifest.totals.tensors, manifest.totals.elements):
-        raise MalformedObject(
-            f"{key}: {len(table.tensors)} tensors of {elements} elements, the manifest says "
-            f"{manifest.totals.tensors} of {manifest.totals.elements}"
-        )
+def check_states(table: VersionTable, root: str, what: str) -> None:
+    """Raise MalformedObject, naming `what`, unless the table's states come to this state root, and it has no blocks."""
     if table.blocks:
-        raise MalformedObject(f"{key}: the table of a base has no blocks")
-    root = state_hash.state_root(dict(zip(table.tensors, table.hashes, strict=True)))
-    if root != manifest.state_root:
-        raise MalformedObject(f"{key}: its hashes come to state root {root}, the manifest says {manifest.state_root}")
+        raise MalformedObject(f"{what}: a table of the whole model's states has no blocks")
+    found = state_hash.state_root(dict(zip(table.tensors, table.hashes, strict=True)))
+    if found != root:
+        raise MalformedObject(f"{what}: its hashes come to state root {found}, not {root} as stated")
+
+
+def _check_base(parts: Parts, table: VersionTable, what: str) -> None:
+    elements = sum(spec.numel for spec in table.tensors)
+    if (len(table.tensors), elements) != (parts.totals.tensors, parts.totals.elements):
+        raise MalformedObject(
+            f"{what}: {len(table.tensors)} tensors of {elements} elements, the manifest says "
+            f"{parts.totals.tensors} of {parts.totals.elements}"
+        )
+    check_states(table, parts.after, what)

@@ -15,6 +15,7 @@ from vllm_delta_sync.wire.keys import check_key
 
 FORMAT = shard.FORMAT
 MAX_SHARDS = 4096
+MAX_FILE_BYTES = 1 << 40  # of an anchor
 MAX_METADATA_BYTES = 16 << 10
 MAX_VERSION = 10**18
 MAX_STEP = 1 << 62  # either sign
@@ -22,13 +23,14 @@ MAX_TABLE_BYTES = table.MAX_RAW_BYTES + (1 << 20)  # zstd never grows a table by
 
 Key = Annotated[str, AfterValidator(check_key)]
 Sha256 = Annotated[str, Field(pattern=r"^[0-9a-f]{64}\z")]
+ContentId = Annotated[str, Field(pattern=r"^[0-9a-f]{64}\z")]
 Run = Annotated[str, Field(pattern=r"^[0-9a-f]{32}\z")]
 Version = Annotated[int, Field(ge=0, le=MAX_VERSION)]
 Count = Annotated[int, Field(ge=0, le=1 << 62)]
-_Model = TypeVar("_Model", bound="_Wire")
+_Model = TypeVar("_Model", bound="Wire")
 
 
-class _Wire(BaseModel):
+class Wire(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
 
     def to_bytes(self) -> bytes:
@@ -47,23 +49,37 @@ class _Wire(BaseModel):
             raise MalformedObject(f"{key}: {where}: {first['msg'][:300]}") from None
 
 
-class ObjectRef(_Wire):
-    """A key relative to the run, and the SHA-256 (hex) of the object there."""
+class Found(Wire):
+    """What leads to an object: its key relative to the run, SHA-256 (hex) and size in bytes.
+
+    `content` is the id by which its store can fetch the bytes without looking the key up (a Xet hash); null where the
+    store has none. It is a hint: what it fetches is verified like everything else.
+    """
 
     key: Key
     sha256: Sha256
+    size: Count
+    content: ContentId | None = None
 
 
-class TableRef(ObjectRef):
-    """The compressed table. `size` in bytes."""
+class ObjectRef(Found):
+    """A manifest or a catalog, as JSON."""
 
+    size: Annotated[int, Field(ge=2, le=canonical_json.MAX_BYTES)]
+
+
+class TableRef(Wire):
+    """The compressed table inside the first shard: `start` from the file's beginning, `size` in bytes, SHA-256."""
+
+    start: Annotated[int, Field(ge=8, le=shard.MAX_BYTES)]
     size: Annotated[int, Field(ge=1, le=MAX_TABLE_BYTES)]
+    sha256: Sha256
 
 
-class ShardRef(ObjectRef):
-    """A shard. `size` in bytes; `data_start`: byte offset in it where the blob of blocks begins."""
+class ShardRef(Found):
+    """A shard. `data_start`: byte offset in it where the blob of blocks begins."""
 
-    size: Annotated[int, Field(ge=1, le=shard.MAX_BYTES)]
+    size: Annotated[int, Field(ge=8, le=shard.MAX_BYTES)]
     data_start: Annotated[int, Field(ge=8)]
 
     @model_validator(mode="after")
@@ -73,13 +89,16 @@ class ShardRef(ObjectRef):
         return self
 
 
-class AnchorFile(ObjectRef):
-    """One file of an anchor; its key begins with the anchor's prefix. `size` in bytes."""
-
-    size: Count
+Shards = Annotated[tuple[ShardRef, ...], Field(min_length=1, max_length=MAX_SHARDS)]
 
 
-class AnchorRef(_Wire):
+class AnchorFile(Found):
+    """One file of an anchor; its key begins with the anchor's prefix."""
+
+    size: Annotated[int, Field(ge=0, le=MAX_FILE_BYTES)]
+
+
+class AnchorRef(Wire):
     """A full Hugging Face checkpoint in the run."""
 
     prefix: Key
@@ -91,18 +110,20 @@ class AnchorRef(_Wire):
             name = file.key.removeprefix(self.prefix + "/")
             if name == file.key or "/" in name:
                 raise ValueError(f"{file.key} is not a file directly below {self.prefix}")
+        if len({file.key for file in self.files}) != len(self.files):
+            raise ValueError("two of its files have the same key")
         return self
 
 
-class BaseRef(_Wire):
+class BaseRef(Wire):
     """How others find the base checkpoint: a Hub model id or a local path, and its revision."""
 
     model: Annotated[str, Field(min_length=1, max_length=4096)]
     revision: Annotated[str, Field(max_length=256)] | None = None
 
 
-class Totals(_Wire):
-    """Of the whole model: number of tensors and elements, elements changed, and bytes of shards and table."""
+class Totals(Wire):
+    """Of the whole model: number of tensors and elements, elements changed, and bytes of the shards."""
 
     tensors: Count
     elements: Count
@@ -110,23 +131,50 @@ class Totals(_Wire):
     bytes: Count
 
 
-class LatestPointer(_Wire):
-    """LATEST: the key and digest of the tip's manifest. `sequence` grows by one at each write."""
+def check_payload(table: TableRef, shards: tuple[ShardRef, ...], totals: Totals) -> None:
+    """Raise ValueError unless the table ends where the blocks of the first shard begin and the totals add up."""
+    end = table.start + table.size
+    if end != shards[0].data_start:
+        raise ValueError(f"the table ends at byte {end}, but the blocks begin at {shards[0].data_start}")
+    stored = sum(part.size for part in shards)
+    if totals.bytes != stored:
+        raise ValueError(f"totals.bytes is {totals.bytes}, but the shards have {stored}")
+    if totals.changed > totals.elements:
+        raise ValueError(f"{totals.changed} of {totals.elements} elements changed")
+    if len({part.key for part in shards}) != len(shards):
+        raise ValueError("two of its objects have the same key")
+
+
+class LatestPointer(Wire):
+    """LATEST: the tip's manifest, version 0's, and the catalog. `sequence` grows by one at each write.
+
+    While `pin` is a version, followers go to that one instead of the tip.
+    """
 
     format: Literal["vllm-delta-sync/1"] = "vllm-delta-sync/1"
-    manifest: Key
     run: Run
     sequence: Count
-    sha256: Sha256
     version: Version
+    manifest: ObjectRef
+    base: ObjectRef
+    catalog: ObjectRef | None = None
+    pin: Version | None = None
+
+    @model_validator(mode="after")
+    def _reachable(self) -> Self:
+        if self.pin is not None and self.pin > self.version:
+            raise ValueError(f"pinned to version {self.pin}, but the tip is {self.version}")
+        if self.version == 0 and self.manifest != self.base:
+            raise ValueError("version 0 is the base")
+        return self
 
     @property
-    def ref(self) -> ObjectRef:
-        """The manifest it points to."""
-        return ObjectRef(key=self.manifest, sha256=self.sha256)
+    def goal(self) -> int:
+        """The version that followers go to."""
+        return self.version if self.pin is None else self.pin
 
 
-class Manifest(_Wire):
+class Manifest(Wire):
     """One version: its parent, shards, table and state root. Field by field in docs/protocol.md, *Manifest*."""
 
     format: Literal["vllm-delta-sync/1"] = "vllm-delta-sync/1"
@@ -140,7 +188,7 @@ class Manifest(_Wire):
     base: BaseRef | None
     anchor: AnchorRef | None
     totals: Totals
-    shards: Annotated[tuple[ShardRef, ...], Field(max_length=MAX_SHARDS)]
+    shards: Shards
     table: TableRef
     state_root: Sha256
 
@@ -151,18 +199,11 @@ class Manifest(_Wire):
             raise ValueError(
                 f"kind {self.kind} with version {self.version}: only version 0 is a base, and has no parent"
             )
-        if is_base and (self.shards or self.totals.changed):
-            raise ValueError("a base has no shards and no changes")
+        if is_base and self.totals.changed:
+            raise ValueError("a base has no changes")
         if not is_base and self.base is not None:
             raise ValueError("only version 0 names a base")
-        stored = sum(part.size for part in self.shards) + self.table.size
-        if self.totals.bytes != stored:
-            raise ValueError(f"totals.bytes is {self.totals.bytes}, but shards and table have {stored}")
-        if self.totals.changed > self.totals.elements:
-            raise ValueError(f"{self.totals.changed} of {self.totals.elements} elements changed")
-        keys = [self.table.key, *(part.key for part in self.shards)]
-        if len(set(keys)) != len(keys):
-            raise ValueError("two of its objects have the same key")
+        check_payload(self.table, self.shards, self.totals)
         if len(canonical_json.dump(self.metadata)) > MAX_METADATA_BYTES:
             raise ValueError(f"metadata is larger than {MAX_METADATA_BYTES} bytes")
         return self

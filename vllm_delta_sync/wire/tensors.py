@@ -15,7 +15,9 @@ from vllm_delta_sync.wire import dtypes
 MAX_NAME_BYTES = 1024
 MAX_RANK = 16
 MAX_BYTES = 1 << 48  # of one tensor; keeps every offset and product well inside 63 bits
-BLOCK_ELEMENTS = 1 << 22
+BLOCK_ELEMENTS = 1 << 22  # of a block at most
+BAND_ELEMENTS = 1 << 20  # of a block at least, when a tensor is cut for ranks that hold a part of its rows each
+BANDS = 16  # into which a tensor is cut for them
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,15 +70,17 @@ class TensorSpec:
 def split_blocks(spec: TensorSpec) -> list[tuple[int, int]]:
     """Cut a tensor into blocks (start, count) in flat elements that cover it in order; none for an empty tensor.
 
-    A block holds whole rows of dim 0, as even as they come, at most 2**22 elements. A row larger than that is cut by
-    its own rows, so no block ever spans two outer rows (two experts, say) unless both fit in it whole.
+    A block holds whole rows of dim 0, at most 2**22 elements. There is a power of two of them: as many as that takes,
+    and up to 16 while each still has 2**20 elements. So where 2, 4, 8 or 16 ranks split the rows, blocks end too. A row
+    larger than a block is cut by its own rows, so no block ever spans two outer rows (two experts, say) unless both fit
+    in it whole.
     """
     return list(_cut(0, spec.shape)) if spec.numel else []
 
 
 def _cut(start: int, shape: tuple[int, ...]) -> Iterator[tuple[int, int]]:
     total = math.prod(shape)
-    if total <= BLOCK_ELEMENTS:
+    if total < 2 * BAND_ELEMENTS:
         yield start, total
         return
     row = math.prod(shape[1:])
@@ -84,7 +88,9 @@ def _cut(start: int, shape: tuple[int, ...]) -> Iterator[tuple[int, int]]:
         for index in range(shape[0]):
             yield from _cut(start + index * row, shape[1:])
         return
-    pieces = math.ceil(shape[0] / (BLOCK_ELEMENTS // row))
-    rows = math.ceil(shape[0] / pieces)
+    pieces = 1
+    while -(-shape[0] // pieces) * row > BLOCK_ELEMENTS or (pieces < BANDS and total >= 2 * pieces * BAND_ELEMENTS):
+        pieces *= 2
+    rows = -(-shape[0] // pieces)
     for first in range(0, shape[0], rows):
         yield start + first * row, min(rows, shape[0] - first) * row

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from vllm_delta_sync.errors import MalformedObject
-from vllm_delta_sync.wire import dtypes, shard
+from vllm_delta_sync.wire import container, dtypes, shard
 from vllm_delta_sync.wire.table import Block, VersionTable
 from vllm_delta_sync.wire.tensors import BLOCK_ELEMENTS, TensorSpec, split_blocks
 
@@ -43,6 +43,34 @@ def test_blocks_cover_a_tensor_in_order_and_in_whole_rows(shape: tuple[int, ...]
         else:
             assert start % row == 0
             assert count % row == 0
+
+
+@pytest.mark.parametrize("ranks", [2, 4, 8, 16])
+@pytest.mark.parametrize(
+    "shape", [(4096, 4096), (14336, 4096), (49152, 576), (151936, 1024), (28672, 8192), (16, 1 << 20)]
+)
+def test_ranks_that_split_a_large_tensor_s_rows_share_no_block(shape: tuple[int, ...], ranks: int) -> None:
+    spec = TensorSpec("t", "BF16", shape)
+    share = spec.numel // ranks
+    for start, count in split_blocks(spec):
+        assert start // share == (start + count - 1) // share
+
+
+@pytest.mark.parametrize(
+    ("shape", "blocks"),
+    [
+        ((1536, 576), 1),
+        ((2048, 1023), 1),
+        ((2048, 1024), 2),
+        ((4096, 4096), 16),
+        ((14336, 4096), 16),
+        ((28672, 8192), 64),
+        ((8, 2048, 1024), 8),
+        ((4, 14336, 4096), 64),
+    ],
+)
+def test_no_tensor_is_cut_finer_than_that_takes(shape: tuple[int, ...], blocks: int) -> None:
+    assert len(split_blocks(TensorSpec("t", "BF16", shape))) == blocks
 
 
 def test_a_tensor_without_elements_has_no_blocks() -> None:
@@ -90,10 +118,36 @@ def test_a_table_knows_tensors_that_the_base_does_not() -> None:
 
 
 def test_a_shard_is_a_safetensors_file_of_the_payloads_end_to_end() -> None:
-    data, start = shard.pack_shard("ab" * 16, 7, [b"one", memoryview(b"two"), b""])
+    ends = shard.Ends("ab" * 16, 6, 7)
+    data, start = shard.pack_shard(ends, [b"one", memoryview(b"two"), b""])
     assert data[start:] == b"onetwo"
     assert safetensors.numpy.load(data)["blocks"].tobytes() == b"onetwo"
-    assert shard.open_shard(data, "ab" * 16, 7, "x") == b"onetwo"
-    for run, version in (("cd" * 16, 7), ("ab" * 16, 8)):
+    assert shard.open_shard(data, ends, "x", first=False).blocks == b"onetwo"
+    for other in (shard.Ends("cd" * 16, 6, 7), shard.Ends("ab" * 16, 5, 7), shard.Ends("ab" * 16, 6, 8)):
         with pytest.raises(MalformedObject, match="metadata"):
-            shard.open_shard(data, run, version, "x")
+            shard.open_shard(data, other, "x", first=False)
+
+
+def test_a_first_shard_holds_the_table_right_before_the_payloads() -> None:
+    ends = shard.Ends("ab" * 16, 6, 7)
+    data, start = shard.pack_shard(ends, [b"one"], b"table")
+    found = safetensors.numpy.load(data)
+    assert (found["table"].tobytes(), found["blocks"].tobytes()) == (b"table", b"one")
+    opened = shard.open_shard(data, ends, "x", first=True)
+    assert (opened.table, opened.table_start, opened.blocks, opened.data_start) == (b"table", start - 5, b"one", start)
+    assert data[opened.table_start :] == b"tableone"
+
+
+def test_a_shard_with_other_tensors_than_its_place_asks_for_is_refused() -> None:
+    ends = shard.Ends("ab" * 16, 6, 7)
+    sizes = {"table": ("table", "U8", (2,)), "blocks": ("blocks", "U8", (2,)), "wide": ("blocks", "U16", (1,))}
+    for names, first in (
+        (["blocks"], True),
+        (["table"], True),
+        (["blocks", "table"], True),
+        (["table", "wide"], True),
+        (["table", "blocks"], False),
+    ):
+        data = container.layout([sizes[name] for name in names], ends.metadata()) + bytes(2 * len(names))
+        with pytest.raises(MalformedObject, match="holds exactly"):
+            shard.open_shard(data, ends, "x", first=first)

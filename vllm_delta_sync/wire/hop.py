@@ -1,0 +1,124 @@
+"""One step through a run, whatever it is made of: a delta, a fold or an anchor, as a model that messages can carry.
+
+Does not fetch anything, and does not say which step to take: `log.plan` does.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal, Self
+
+from pydantic import Field, model_validator
+
+from vllm_delta_sync.wire.catalog import Anchor, Fold
+from vllm_delta_sync.wire.manifest import (
+    MAX_STEP,
+    AnchorRef,
+    Found,
+    Manifest,
+    ObjectRef,
+    Sha256,
+    ShardRef,
+    TableRef,
+    Totals,
+    Version,
+    Wire,
+)
+
+
+class Hop(Wire):
+    """From version `source` (null for an anchor: from anywhere) to version `to`, whose manifest is `target`.
+
+    A delta states its parent by digest, a fold the state root it begins at. The state root at the end is `after`.
+    `table` and `shards` are of a delta or a fold; `checkpoint` and its `states` (all tensors' hashes) of an anchor. The
+    anchor that version 0 brings with it has no `states`: its hashes are version 0's table.
+    """
+
+    kind: Literal["delta", "fold", "anchor"]
+    source: Version | None
+    to: Version
+    target: ObjectRef
+    parent: ObjectRef | None = None
+    before: Sha256 | None = None
+    after: Sha256
+    table: TableRef | None = None
+    shards: tuple[ShardRef, ...] = ()
+    totals: Totals | None = None
+    checkpoint: AnchorRef | None = None
+    states: Found | None = None
+    step: Annotated[int, Field(ge=-MAX_STEP, le=MAX_STEP)] | None = None
+
+    @model_validator(mode="after")
+    def _consistent(self) -> Self:
+        is_anchor = self.kind == "anchor"
+        if is_anchor != (self.source is None) or is_anchor != (self.checkpoint is not None):
+            raise ValueError(f"a hop of kind {self.kind} from version {self.source} with such contents")
+        if (self.states is not None) != (is_anchor and self.to > 0):
+            raise ValueError(
+                f"a hop of kind {self.kind} to version {self.to} that states its hashes in the wrong place"
+            )
+        if not is_anchor and (self.table is None or not self.shards or self.totals is None):
+            raise ValueError(f"a {self.kind} without table, shards or totals")
+        if (self.kind == "delta") != (self.parent is not None) or (self.kind == "fold") != (self.before is not None):
+            raise ValueError(f"a {self.kind} that does not say rightly what it follows")
+        return self
+
+    @classmethod
+    def delta(cls, ref: ObjectRef, manifest: Manifest) -> Self:
+        """The version of a manifest that was fetched by `ref`."""
+        return cls(
+            kind="delta",
+            source=manifest.version - 1,
+            to=manifest.version,
+            target=ref,
+            parent=manifest.parent,
+            after=manifest.state_root,
+            table=manifest.table,
+            shards=manifest.shards,
+            totals=manifest.totals,
+            step=manifest.step,
+        )
+
+    @classmethod
+    def fold(cls, fold: Fold) -> Self:
+        return cls(
+            kind="fold",
+            source=fold.source,
+            to=fold.to,
+            target=fold.manifest,
+            before=fold.before,
+            after=fold.after,
+            table=fold.table,
+            shards=fold.shards,
+            totals=fold.totals,
+        )
+
+    @classmethod
+    def anchor(cls, anchor: Anchor) -> Self:
+        return cls(
+            kind="anchor",
+            source=None,
+            to=anchor.version,
+            target=anchor.manifest,
+            after=anchor.state_root,
+            checkpoint=anchor.checkpoint,
+            states=anchor.table,
+        )
+
+    @classmethod
+    def base_anchor(cls, ref: ObjectRef, manifest: Manifest) -> Self:
+        """The anchor that version 0 itself brings; `manifest` was fetched by `ref` and has one."""
+        return cls(
+            kind="anchor",
+            source=None,
+            to=manifest.version,
+            target=ref,
+            after=manifest.state_root,
+            checkpoint=manifest.anchor,
+            step=manifest.step,
+        )
+
+    @property
+    def bytes(self) -> int:
+        """What fetching all of it costs."""
+        parts = self.shards if self.checkpoint is None else self.checkpoint.files
+        return sum(part.size for part in parts) + (self.states.size if self.states else 0)
