@@ -1,29 +1,38 @@
-"""Opening a store by URI: a closed table from scheme to the module that implements it.
+"""Opening a store by its settings or its URI.
 
-Does not import a store before one of its URIs is opened.
+Does not import a store's client before one of its kind is opened, nor read a credential.
 """
 
 from __future__ import annotations
 
-from importlib import import_module
-from typing import cast
+from pathlib import Path
 
-from vllm_delta_sync.errors import ConfigError
+from vllm_delta_sync.config import FileStoreConfig, HfStoreConfig, StoreConfig, store_from_uri
 from vllm_delta_sync.store.protocol import Store
 
-# scheme → module with a function open_uri(uri) -> Store
-_SCHEMES = {"file": "vllm_delta_sync.store.local"}
+TIMEOUT_S = 60.0
+"""Seconds that a call may take when nobody says; see `patience.allowance`."""
 
 
-def open_store(uri: str) -> Store:
-    """The store at a URI, or at a plain path of this machine; nothing is created before the first write.
+def open_store(where: str | StoreConfig, *, timeout_s: float = TIMEOUT_S) -> Store:
+    """The store of some settings, at a URI, or at a path of this machine; nothing is created before the first write.
 
-    Raises ConfigError for an unknown scheme or a URI that its store cannot mean.
+    Args:
+        where: `file:///…`, `hf://buckets/…`, `s3://…`, `gs://…`, `az://…`, `memory://…`, a path, or a `config` model.
+        timeout_s: seconds that one call over a network may take, besides one second for each MiB that it moves.
+
+    Raises:
+        ConfigError: the scheme is unknown, the store cannot mean the URI, or the package that speaks to it is missing.
     """
-    scheme, separator, _ = uri.partition("://")
-    if not separator:
-        scheme = "file"
-    if not uri or scheme not in _SCHEMES:
-        known = ", ".join(f"{name}://" for name in sorted(_SCHEMES))
-        raise ConfigError(f"cannot open the store {uri!r}: use a path, or one of the schemes {known}")
-    return cast(Store, import_module(_SCHEMES[scheme]).open_uri(uri))
+    config = store_from_uri(where) if isinstance(where, str) else where
+    if isinstance(config, FileStoreConfig):
+        from vllm_delta_sync.store.local import LocalStore
+
+        return LocalStore(Path(config.path))
+    if isinstance(config, HfStoreConfig):
+        from vllm_delta_sync.store import hf
+
+        return hf.open_configured(config, timeout_s)
+    from vllm_delta_sync.store import objects
+
+    return objects.open_configured(config, timeout_s)

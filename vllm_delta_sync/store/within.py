@@ -5,10 +5,13 @@ Does not copy or check anything beyond the prefix itself.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+import threading
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from io import BufferedReader
 
-from vllm_delta_sync.store.protocol import ObjectInfo, Store, checked
+from vllm_delta_sync.store.protocol import Content, Dated, Filed, ObjectInfo, Store, checked
+from vllm_delta_sync.store.watch import Watchable
 from vllm_delta_sync.wire.frames import Buffer
 
 
@@ -21,14 +24,22 @@ class _Within:
     def uri(self) -> str:
         return f"{self.parent.uri.rstrip('/')}/{self.prefix[:-1]}"
 
+    @property
+    def conditional(self) -> bool:
+        return self.parent.conditional
+
+    @property
+    def metered(self) -> bool:
+        return self.parent.metered
+
     def _key(self, key: str) -> str:
         return self.prefix + checked(key, self.uri)
 
-    def put(self, key: str, data: Buffer, *, create: bool = False) -> None:
-        self.parent.put(self._key(key), data, create=create)
+    def put(self, key: str, data: Buffer, *, create: bool = False, over: str | None = None) -> ObjectInfo:
+        return self.parent.put(self._key(key), data, create=create, over=over)
 
-    def get(self, key: str, start: int = 0, end: int | None = None) -> bytes:
-        return self.parent.get(self._key(key), start, end)
+    def get(self, key: str, start: int = 0, end: int | None = None, *, content: Content | None = None) -> bytes:
+        return self.parent.get(self._key(key), start, end, content=content)
 
     def head(self, key: str) -> ObjectInfo:
         return self.parent.head(self._key(key))
@@ -38,6 +49,19 @@ class _Within:
 
     def delete(self, keys: Iterable[str]) -> None:
         self.parent.delete(self._key(key) for key in keys)
+
+    def modified(self, keys: Sequence[str]) -> dict[str, float]:
+        if not isinstance(self.parent, Dated):
+            return {}
+        found = self.parent.modified([self._key(key) for key in keys])
+        return {key.removeprefix(self.prefix): at for key, at in found.items()}
+
+    def opened(self, key: str) -> BufferedReader | None:
+        return self.parent.opened(self._key(key)) if isinstance(self.parent, Filed) else None
+
+    def changes(self, key: str, stop: threading.Event) -> Iterator[None]:
+        """As `watch.Watchable` promises; ends at once when the parent has no feed."""
+        return self.parent.changes(self._key(key), stop) if isinstance(self.parent, Watchable) else iter(())
 
 
 def child(store: Store, prefix: str) -> Store:

@@ -8,6 +8,7 @@ import pytest
 import yaml
 
 from vllm_delta_sync import config
+from vllm_delta_sync.config import stores
 from vllm_delta_sync.errors import ConfigError
 from vllm_delta_sync.store import open_store
 
@@ -26,7 +27,12 @@ def _refused(settings: object) -> str:
 def test_every_shipped_config_loads_as_vllm_would_hand_it_over(path: Path) -> None:
     options = yaml.safe_load(path.read_text())
     assert options["worker-extension-cls"] == "vllm_delta_sync.WorkerExtension"
-    assert config.load(options["additional-config"], environ={}).store.uri.startswith("file:///")
+    assert config.load(options["additional-config"], environ={}).store.uri.partition("://")[0] in stores.MODELS
+
+
+def test_an_example_of_each_shared_kind_of_store_is_shipped() -> None:
+    shown = [yaml.safe_load(path.read_text())["additional-config"] for path in CONFIGS.iterdir()]
+    assert {config.load(options, environ={}).store.kind for options in shown} >= {"file", "hf", "s3"}
 
 
 def test_the_complete_example_shows_every_setting_at_its_default() -> None:
@@ -36,7 +42,7 @@ def test_the_complete_example_shows_every_setting_at_its_default() -> None:
 
 
 def test_every_setting_has_a_docstring() -> None:
-    for model in (config.DeltaSyncConfig, config.FileStoreConfig):
+    for model in (config.DeltaSyncConfig, *stores.MODELS.values()):
         assert [name for name, field in model.model_fields.items() if not field.description] == []
 
 
@@ -62,15 +68,93 @@ def test_a_store_path_with_unusual_letters_survives_the_way_through_its_uri() ->
         ("mnt/bucket", "must be absolute"),
         ("file://mnt/bucket", "file:///mnt/bucket"),
         ("ftp://host/bucket", "file://"),
+        ("s4://host/bucket", "did you mean 's3'?"),
+        ("s3://", "s3://bucket[/prefix]"),
+        ("s3://bucket/a b", "prefix"),
+        ("s3://bucket/../a", "prefix"),
+        ("s3://bucket?endpoint_url=http://x", "no query"),
+        ("hf://me/name", "hf://buckets/namespace/name"),
+        ("hf://buckets/me", "hf://buckets/namespace/name"),
+        ("memory://name", "no server can follow it"),
     ],
 )
-def test_a_store_that_is_no_file_uri_is_refused_with_advice(uri: str, advice: str) -> None:
-    message = _refused({"store": uri})
-    assert uri in message and advice in message
+def test_a_store_uri_that_no_server_can_follow_is_refused_with_advice(uri: str, advice: str) -> None:
+    assert advice in _refused({"store": uri})
+
+
+@pytest.mark.parametrize(
+    ("uri", "settings"),
+    [
+        ("hf://buckets/me/my.bucket", {"kind": "hf", "bucket": "me/my.bucket"}),
+        ("hf://buckets/me/b/runs/42", {"kind": "hf", "bucket": "me/b", "prefix": "runs/42"}),
+        ("s3://bucket", {"kind": "s3", "bucket": "bucket"}),
+        ("s3://bucket/runs/42", {"kind": "s3", "bucket": "bucket", "prefix": "runs/42"}),
+        ("gs://bucket/runs", {"kind": "gs", "bucket": "bucket", "prefix": "runs"}),
+        ("az://container/runs", {"kind": "az", "container": "container", "prefix": "runs"}),
+    ],
+)
+def test_a_uri_and_its_mapping_are_the_same_store_to_trainer_and_server(uri: str, settings: dict[str, str]) -> None:
+    store = config.parse({"store": uri}, "a").store
+    assert store == config.parse({"store": settings}, "b").store == config.store_from_uri(uri)
+    assert store.uri == uri
+    assert config.store_from_uri(uri + "/") == store
+
+
+def test_every_kind_is_the_scheme_of_its_uri_and_has_an_example_that_opens_it() -> None:
+    assert set(stores.EXAMPLES) == set(stores.MODELS)
+    for kind, example in stores.EXAMPLES.items():
+        opened = config.store_from_uri(example.replace("[", "").replace("]", ""))
+        assert (type(opened), opened.kind) == (stores.MODELS[kind], kind)
+        assert opened.uri.startswith(f"{kind}://")
+
+
+@pytest.mark.parametrize(
+    "uri", ["s3://b", "gs://Upper", "az://x", "memory://", "hf://buckets/a b/c", "s3://u:pw@host/b"]
+)
+def test_a_uri_that_its_store_cannot_mean_is_refused(uri: str) -> None:
+    with pytest.raises(ConfigError, match=uri.partition(":")[0]):
+        config.store_from_uri(uri)
+
+
+@pytest.mark.parametrize("key", ["secret_access_key", "token", "account_key", "password"])
+def test_a_secret_in_the_settings_is_refused_and_never_repeated(key: str) -> None:
+    message = _refused({"store": {"kind": "s3", "bucket": "bucket", key: "hunter2"}})
+    assert key in message and "environment" in message and "hunter2" not in message
+
+
+@pytest.mark.parametrize("url", ["http://me:hunter2@host", "ftp://host", "host:9000", "http://"])
+def test_an_endpoint_is_a_plain_http_address(url: str) -> None:
+    message = _refused({"store": {"kind": "s3", "bucket": "bucket", "endpoint_url": url}})
+    assert "store.endpoint_url" in message and "hunter2" not in message
+
+
+def test_an_unknown_key_of_a_store_is_compared_with_those_of_its_kind() -> None:
+    message = _refused({"store": {"kind": "s3", "bucket": "bucket", "endpoint": "http://x"}})
+    assert "'store.endpoint'" in message and "did you mean 'endpoint_url'?" in message and "'path'" not in message
+
+
+def test_a_store_without_a_kind_is_told_the_kinds() -> None:
+    assert "'store.kind' is missing: one of file, hf, s3, gs, az" in _refused({"store": {"path": "/mnt/bucket"}})
+
+
+@pytest.mark.parametrize(
+    ("settings", "folder"),
+    [
+        ({"store": "s3://bucket"}, "/caches/vllm-delta-sync"),
+        ({"store": "s3://bucket", "cache_dir": "/fast/disk"}, "/fast/disk"),
+        ({"store": "s3://bucket", "cache_dir": "/fast/disk", "cache_bytes": 0}, None),
+        ({"store": "/mnt/bucket"}, None),
+        ({"store": "/mnt/bucket", "cache_dir": "/fast/disk"}, "/fast/disk"),
+    ],
+)
+def test_the_cache_is_where_it_is_set_or_in_the_users_folder(settings: dict[str, object], folder: str | None) -> None:
+    found = config.parse(settings, "a").cache_folder({"XDG_CACHE_HOME": "/caches"})
+    assert found == (None if folder is None else Path(folder))
 
 
 def test_a_relative_path_is_refused() -> None:
-    assert "store.path" in _refused({"store": {"path": "bucket"}})
+    assert "store.path: 'bucket'" in _refused({"store": {"kind": "file", "path": "bucket"}})
+    assert "cache_dir" in _refused({**STORE, "cache_dir": "cache"})
 
 
 def test_an_unknown_key_is_refused_and_the_nearest_key_named() -> None:
@@ -89,7 +173,9 @@ def test_a_wrong_choice_is_refused_and_the_nearest_choice_named() -> None:
 
 
 def test_a_wrong_store_kind_is_refused_with_the_kinds_that_exist() -> None:
-    assert "store.kind: 's3' is not one of file" in _refused({"store": {"kind": "s3", "path": "/x"}})
+    message = _refused({"store": {"kind": "S3", "bucket": "bucket"}})
+    assert "store.kind: 'S3' is not one of file, hf, s3, gs, az, did you mean 's3'?" in message
+    assert "is not one of" in _refused({"store": {"kind": "memory", "name": "x"}})
 
 
 @pytest.mark.parametrize(
@@ -103,6 +189,8 @@ def test_a_wrong_store_kind_is_refused_with_the_kinds_that_exist() -> None:
         ("threads", 0),
         ("threads", True),
         ("audit_every", -1),
+        ("store_timeout_s", 0.5),
+        ("cache_bytes", -1),
         ("run", "../../etc"),
         ("run", "ABCDEF0123456789ABCDEF0123456789"),
     ],

@@ -3,14 +3,26 @@
 from __future__ import annotations
 
 import errno
+import fcntl
 import os
+import threading
+import time
 from pathlib import Path
 
 import pytest
 
 from vllm_delta_sync import config
-from vllm_delta_sync.errors import ConfigError, MalformedObject, NotFound, StoreError, Unauthorized, Unavailable
-from vllm_delta_sync.store import child, open_store
+from vllm_delta_sync.errors import (
+    AlreadyExists,
+    ConfigError,
+    MalformedObject,
+    NotFound,
+    PreconditionFailed,
+    StoreError,
+    Unauthorized,
+    Unavailable,
+)
+from vllm_delta_sync.store import child, local, open_store
 from vllm_delta_sync.store.local import LocalStore
 
 
@@ -95,7 +107,7 @@ def test_a_failing_disk_is_a_typed_error_and_leaves_the_object(
         with pytest.raises(kind, match="v/a"):
             store.put("v/a", b"new")
     assert store.get("v/a") == b"old"
-    assert [path.name for path in (tmp_path / "v").iterdir()] == ["a"]
+    assert {path.name for path in (tmp_path / "v").iterdir()} == {"a", ".locked"}
 
 
 @pytest.mark.parametrize("number", [errno.EPERM, errno.ENOTSUP, errno.ENOSYS])
@@ -117,6 +129,15 @@ def test_a_segment_too_long_for_the_file_system_is_a_store_error(tmp_path: Path)
         LocalStore(tmp_path).put("a" * 300, b"x")
 
 
+def test_nothing_half_written_is_left_or_listed(tmp_path: Path) -> None:
+    store = LocalStore(tmp_path)
+    store.put("a/b", b"x")
+    with pytest.raises(AlreadyExists):
+        store.put("a/b", b"y", create=True)
+    assert {path.name for path in (tmp_path / "a").iterdir()} <= {"b", ".locked"}
+    assert list(store.list()) == ["a/b"]
+
+
 def test_file_and_directory_are_synced_before_put_returns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     synced: list[str] = []
     real = os.fsync
@@ -130,3 +151,71 @@ def test_file_and_directory_are_synced_before_put_returns(tmp_path: Path, monkey
     assert synced[0] == tmp_path.name
     assert synced[1].startswith(".writing-")
     assert synced[2] == "new"
+
+
+def test_of_many_that_replace_the_same_object_one_wins(tmp_path: Path) -> None:
+    tag = LocalStore(tmp_path).put("a", b"old").tag
+    outcomes: list[str] = []
+
+    def replace(number: int) -> None:
+        try:
+            LocalStore(tmp_path).put("a", str(number).encode(), over=tag)
+            outcomes.append(str(number))
+        except PreconditionFailed:
+            outcomes.append("refused")
+
+    threads = [threading.Thread(target=replace, args=(number,)) for number in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert outcomes.count("refused") == 7
+    assert LocalStore(tmp_path).get("a").decode() in outcomes
+
+
+def test_an_object_that_is_not_there_cannot_be_replaced(tmp_path: Path) -> None:
+    with pytest.raises(PreconditionFailed, match="none is there"):
+        LocalStore(tmp_path).put("v/a", b"x", over="tag")
+    assert list(LocalStore(tmp_path).list()) == []
+
+
+def test_the_tags_of_a_small_object_tell_contents_apart_however_fast_they_follow(tmp_path: Path) -> None:
+    store = LocalStore(tmp_path)
+    first, path = store.put("LATEST", b"one"), tmp_path / "LATEST"
+    times = path.stat()
+    path.write_bytes(b"two")
+    os.utime(path, ns=(times.st_atime_ns, times.st_mtime_ns))
+    assert store.head("LATEST").tag != first.tag
+    big = [store.put("big", bytes([number]) * 100_000) for number in range(2)]
+    assert store.head("big") == big[1] != big[0]
+
+
+def test_what_killed_writers_left_is_swept_when_it_is_old_and_a_write_under_way_is_not(tmp_path: Path) -> None:
+    (tmp_path / "v").mkdir()
+    old, fresh = (tmp_path / "v" / f".writing-{name}" for name in ("old", "fresh"))
+    for path in (old, fresh):
+        path.write_bytes(b"half")
+    two_days_ago = time.time() - 2 * 86400
+    os.utime(old, (two_days_ago, two_days_ago))
+    LocalStore(tmp_path).put("v/a", b"x", create=True)
+    assert {path.name for path in (tmp_path / "v").iterdir()} == {"a", fresh.name}
+
+
+def test_a_lock_that_is_never_given_up_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    store = LocalStore(tmp_path)
+    store.put("a", b"x")
+    monkeypatch.setattr(local, "_LOCK_DEADLINE_S", 0.05)
+    with (tmp_path / ".locked").open() as held:
+        fcntl.flock(held, fcntl.LOCK_EX)
+        with pytest.raises(Unavailable, match=r"a: another writer holds"):
+            store.put("a", b"y")
+    assert store.get("a") == b"x"
+    store.put("a", b"y")
+
+
+def test_a_lock_is_no_object(tmp_path: Path) -> None:
+    store = LocalStore(tmp_path)
+    store.put("a", b"x")
+    assert list(store.list()) == ["a"]
+    with pytest.raises(MalformedObject, match="of a lock"):
+        store.delete([".locked"])

@@ -1,0 +1,45 @@
+"""A deadline over a call that has none of its own."""
+
+from __future__ import annotations
+
+import threading
+import time
+
+import pytest
+
+from vllm_delta_sync.errors import NotFound, Unavailable
+from vllm_delta_sync.store.deadline import call_within
+
+
+def test_what_the_call_returns_or_raises_comes_through() -> None:
+    assert call_within(5, "adding", lambda: 2 + 3) == 5
+
+    def fail() -> int:
+        raise NotFound("gone")
+
+    with pytest.raises(NotFound, match="gone"):
+        call_within(5, "looking", fail)
+
+
+def test_a_timeout_of_the_call_itself_is_not_taken_for_the_deadline() -> None:
+    def fail() -> int:
+        raise TimeoutError("its own")
+
+    with pytest.raises(TimeoutError, match="its own"):
+        call_within(5, "looking", fail)
+
+
+def test_a_call_that_hangs_is_given_up_by_name_and_cancelled() -> None:
+    cancelled = threading.Event()
+    begin = time.monotonic()
+    with pytest.raises(Unavailable, match=r"reading hf://x: no answer within 0\.05 s"):
+        call_within(0.05, "reading hf://x", lambda: cancelled.wait(30), cancelled.set)
+    assert time.monotonic() - begin < 5
+    assert cancelled.wait(5)
+
+
+def test_a_cancellation_that_hangs_holds_up_nobody() -> None:
+    release = threading.Event()
+    with pytest.raises(Unavailable):
+        call_within(0.05, "reading", lambda: release.wait(30), lambda: release.wait(30))
+    release.set()

@@ -1,0 +1,48 @@
+"""What a failed transfer means, and which settings of hf_xet are the user's."""
+
+from __future__ import annotations
+
+import pytest
+
+from vllm_delta_sync.errors import NotFound, RateLimited, StoreError, Unauthorized, Unavailable
+from vllm_delta_sync.store.xet_session import SETTINGS, failed, settings
+
+_ANSWERED = "Network error: Request error: HTTP status client error ({}), domain: http://cas/v2/reconstructions/ab"
+
+
+@pytest.mark.parametrize(
+    ("raised", "kind"),
+    [
+        (ConnectionError(_ANSWERED.format("404 Not Found")), NotFound),
+        (ConnectionError(_ANSWERED.format("401 Unauthorized")), Unauthorized),
+        (ConnectionError(_ANSWERED.format("403 Forbidden")), Unauthorized),
+        (ConnectionError(_ANSWERED.format("429 Too Many Requests")), RateLimited),
+        (ConnectionError("Network error: error sending request"), Unavailable),
+        (PermissionError("authentication failed"), Unauthorized),
+        (FileNotFoundError("no such object"), NotFound),
+        (RuntimeError("Data sender was dropped before sending data."), Unavailable),
+        (ValueError("anything else"), Unavailable),
+    ],
+)
+def test_each_failure_of_the_client_is_a_typed_error(raised: Exception, kind: type[StoreError]) -> None:
+    error = failed(raised, "reading hf://buckets/me/b/x")
+    assert type(error) is kind
+    assert "reading hf://buckets/me/b/x" in str(error) and str(raised) in str(error)
+
+
+def test_an_error_of_the_hub_itself_stays_what_it_is() -> None:
+    refused = RateLimited("the Hub asks to wait", 17)
+    assert failed(refused, "reading") is refused
+
+
+def test_the_users_settings_stand() -> None:
+    assert settings({}.get) == SETTINGS
+    chosen = settings({"HF_XET_CLIENT_READ_TIMEOUT": "5s"}.get)
+    assert SETTINGS.keys() - chosen.keys() == {"client.read_timeout"}
+
+
+def test_every_setting_is_one_that_the_client_knows() -> None:
+    from hf_xet import XetConfig
+
+    assert SETTINGS.keys() <= set(XetConfig().keys())
+    XetConfig().with_config(SETTINGS)
