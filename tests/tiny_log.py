@@ -13,7 +13,7 @@ import numpy as np
 
 from vllm_delta_sync import native
 from vllm_delta_sync.log import DeltaLog, LogWriter, TensorUpdate
-from vllm_delta_sync.log.materialize import Tensor
+from vllm_delta_sync.log.base import Tensor
 from vllm_delta_sync.wire import dtypes, state_hash
 from vllm_delta_sync.wire.checkpoint import write_checkpoint
 from vllm_delta_sync.wire.codecs import encode_block

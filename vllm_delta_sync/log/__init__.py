@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from vllm_delta_sync.log.packing import TensorUpdate
 from vllm_delta_sync.log.reader import DeltaLog
+from vllm_delta_sync.log.schedule import AnchorPolicy, FoldSchedule
 from vllm_delta_sync.log.writer import LogWriter
 
-__all__ = ["DeltaLog", "LogWriter", "TensorUpdate"]
+__all__ = ["AnchorPolicy", "DeltaLog", "FoldSchedule", "LogWriter", "TensorUpdate"]

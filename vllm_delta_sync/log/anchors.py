@@ -12,7 +12,7 @@ from pathlib import Path
 
 from vllm_delta_sync.errors import ConfigError, DigestMismatch
 from vllm_delta_sync.log import names
-from vllm_delta_sync.store import Store
+from vllm_delta_sync.store import Content, Store
 from vllm_delta_sync.wire.keys import check_key
 from vllm_delta_sync.wire.manifest import AnchorFile, AnchorRef
 
@@ -33,17 +33,18 @@ def keys(version: int, files: Sequence[Path]) -> list[str]:
 def write(store: Store, version: int, files: Sequence[Path]) -> AnchorRef:
     """Put the files of a checkpoint under their `keys`, all of which are checked before the first is written."""
     checked = zip(keys(version, files), files, strict=True)
-    return AnchorRef(prefix=names.anchor(version), files=tuple(_write_file(store, key, path) for key, path in checked))
+    return AnchorRef(prefix=names.anchor(version), files=tuple(write_file(store, key, path) for key, path in checked))
 
 
-def _write_file(store: Store, key: str, path: Path) -> AnchorFile:
+def write_file(store: Store, key: str, path: Path) -> AnchorFile:
+    """Put one file under a key that nothing has."""
     with path.open("rb") as file:
         size = path.stat().st_size
         # Mapped, so that a file of many gigabytes is hashed and written without being held in memory.
         data = memoryview(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) if size else b"")
         digest = hashlib.sha256(data).hexdigest()
-        store.put(key, data, create=True)
-    return AnchorFile(key=key, size=size, sha256=digest)
+        info = store.put(key, data, create=True)
+    return AnchorFile(key=key, size=size, sha256=digest, content=info.content)
 
 
 def fetch(store: Store, anchor: AnchorRef, directory: Path) -> None:
@@ -57,8 +58,9 @@ def fetch(store: Store, anchor: AnchorRef, directory: Path) -> None:
 def pieces(store: Store, ref: AnchorFile) -> Iterator[bytes]:
     """One file of an anchor, piece by piece; raises DigestMismatch at its end unless it is what the manifest states."""
     digest, at = hashlib.sha256(), 0
+    content = None if ref.content is None else Content(ref.content, ref.size)
     while at < ref.size:
-        piece = store.get(ref.key, at, min(at + PIECE_BYTES, ref.size))
+        piece = store.get(ref.key, at, min(at + PIECE_BYTES, ref.size), content=content)
         if not piece:
             break
         digest.update(piece)

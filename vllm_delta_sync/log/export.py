@@ -11,7 +11,7 @@ import uuid
 from pathlib import Path
 
 from vllm_delta_sync.errors import ConfigError
-from vllm_delta_sync.log.materialize import base_directory, materialize
+from vllm_delta_sync.log.materialize import reconstructed
 from vllm_delta_sync.log.progress import Progress, silent
 from vllm_delta_sync.log.reader import DeltaLog
 from vllm_delta_sync.wire.checkpoint import config_files, open_checkpoint, sync_directory, write_checkpoint
@@ -20,9 +20,10 @@ from vllm_delta_sync.wire.checkpoint import config_files, open_checkpoint, sync_
 def export(
     log: DeltaLog, version: int, out: Path, base: str | os.PathLike[str] | None = None, *, progress: Progress = silent
 ) -> list[Path]:
-    """Write version `version` to the directory `out`, with the base's configuration and tokenizer; returns the files.
+    """Write version `version` to the directory `out`, with configuration and tokenizer of the base, or of
+    the anchor that it began with; returns the files.
 
-    Tensors of the base that the log does not publish are carried over unchanged. `out` appears whole or not at all.
+    Tensors that the log does not publish are carried over from there unchanged. `out` appears whole or not at all.
 
     Args:
         base: directory of the base checkpoint, or None as for `materialize`.
@@ -33,12 +34,12 @@ def export(
         raise ConfigError(f"{out} already exists and is not an empty directory; name another place to export to")
     out = out.absolute()
     partial = out.with_name(f".{out.name}.{uuid.uuid4().hex}.writing")  # no other export's, and none's leftovers
-    with base_directory(log, log.manifests()[0], base) as directory:
-        assert isinstance(directory, Path), "the base was given as a directory or found as one"
+    with reconstructed(log, version, base, progress=progress) as (replica, beginning):
+        directory = beginning if base is None else Path(base)
+        assert isinstance(directory, Path), "it was given as a directory or found as one"
         source = open_checkpoint(directory)
-        published = materialize(log, version, source, progress=progress)
-        rest = [source[name] for name in source if name not in published]
-        tensors = sorted([*published.values(), *rest], key=lambda tensor: tensor[0].name)
+        rest = [source[name] for name in source if name not in replica.tensors]
+        tensors = sorted([*replica.tensors.values(), *rest], key=lambda tensor: tensor[0].name)
         try:
             progress("writing the checkpoint", 0, 1)
             written = write_checkpoint(partial, tensors, config_files(directory))

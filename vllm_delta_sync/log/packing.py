@@ -1,4 +1,4 @@
-"""Placing the encoded blocks of a version in shards, and the table that says where each went.
+"""Placing the encoded blocks of a version or a fold in shards, and the table that says where each went.
 
 Does not write anything.
 """
@@ -30,21 +30,26 @@ class TensorUpdate:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Packed:
-    """A version's table, and for each shard the streams that follow one another in it."""
+    """The table of a version or a fold, and for each shard, of which there is always one, the streams that follow one
+    another in it.
+    """
 
     table: VersionTable
     shards: tuple[list[Buffer], ...]
 
 
 def pack(updates: Sequence[TensorUpdate], shard_bytes: int) -> Packed:
-    """Place blocks in table order into shards of at most `shard_bytes`; a larger block has a shard of its own."""
+    """Place blocks in table order into shards of at most `shard_bytes`, their table not counted.
+
+    A larger block has a shard of its own.
+    """
     ordered = sorted(updates, key=lambda update: update.spec.name.encode())
-    shards: list[list[Buffer]] = []
+    shards: list[list[Buffer]] = [[]]
     rows: list[Block] = []
     offset = 0
     for tensor, update in enumerate(ordered):
         for start, count, encoded in update.blocks:
-            if not shards or offset + encoded.stored > shard_bytes - _HEADER_BYTES:
+            if shards[-1] and offset + encoded.stored > shard_bytes - _HEADER_BYTES:
                 shards.append([])
                 offset = 0
             shards[-1] += [encoded.index, encoded.value]

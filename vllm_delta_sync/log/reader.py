@@ -1,4 +1,4 @@
-"""Following the log: the tip, manifests by digest, the chain of versions, their tables and blocks.
+"""Following the log: the tip, base and catalog, manifests by digest, the chain, and the tables and blocks of payloads.
 
 Does not cache, poll or retry, and does not apply anything: `materialize` does.
 """
@@ -11,14 +11,18 @@ from collections.abc import Iterator, Sequence
 
 from vllm_delta_sync.errors import MalformedObject, VersionGap
 from vllm_delta_sync.log import fetch, materialize, names
+from vllm_delta_sync.log import payload as payloads
+from vllm_delta_sync.log.base import Base, Tensor
 from vllm_delta_sync.log.progress import Progress, silent
-from vllm_delta_sync.store import Store, child, open_store
-from vllm_delta_sync.wire import canonical_json, consistency, shard
+from vllm_delta_sync.store import Content, ObjectInfo, Store, child, open_store
+from vllm_delta_sync.wire import canonical_json, consistency
+from vllm_delta_sync.wire.catalog import Catalog
 from vllm_delta_sync.wire.frames import Buffer
-from vllm_delta_sync.wire.manifest import LatestPointer, Manifest, ObjectRef
+from vllm_delta_sync.wire.manifest import MAX_TABLE_BYTES, Found, LatestPointer, Manifest, ObjectRef
+from vllm_delta_sync.wire.payload import Payload, parts_of
 from vllm_delta_sync.wire.table import Block, VersionTable
 
-MAX_CHAIN = 1 << 20  # versions walked in one go
+MAX_CHAIN = 1 << 18  # versions from the oldest delta to the tip: what a reader walks, and plans over, at most
 
 _RUN_ID = re.compile(r"[0-9a-f]{32}")
 
@@ -43,29 +47,65 @@ class DeltaLog:
             raise MalformedObject(f"{root.uri}: {run[:64]!r} is not the id of a run, 32 hex digits")
         return cls(child(root, run), run)
 
-    def latest(self) -> LatestPointer:
-        """What LATEST says now. Raises NotFound, MalformedObject, or VersionGap when it is another run's."""
+    def latest(self, at: ObjectInfo | None = None) -> LatestPointer:
+        """What LATEST says now, or said `at` what the store's `head` told of it, where that can be fetched by content.
+
+        Raises NotFound, MalformedObject, or VersionGap when it is another run's.
+        """
         key = f"{self.store.uri}/{names.LATEST}"
-        data = fetch.bounded(self.store, names.LATEST, canonical_json.MAX_BYTES)
+        content = Content(at.content, at.size) if at is not None and at.content is not None else None
+        data = fetch.bounded(self.store, names.LATEST, canonical_json.MAX_BYTES, content)
         pointer = LatestPointer.from_bytes(data, key)
         self._require_own(pointer.run, key)
         return pointer
 
     def manifest(self, ref: ObjectRef) -> Manifest:
         """The manifest of a reference, verified. Raises NotFound, DigestMismatch, MalformedObject or VersionGap."""
-        data = fetch.bounded(self.store, ref.key, canonical_json.MAX_BYTES)
-        fetch.check_sha256(self.store, ref, data)
-        manifest = Manifest.from_bytes(data, f"{self.store.uri}/{ref.key}")
+        manifest = Manifest.from_bytes(fetch.verified(self.store, ref), f"{self.store.uri}/{ref.key}")
         self._require_own(manifest.run, f"{self.store.uri}/{ref.key}")
         return manifest
 
-    def tip(self) -> Manifest:
-        """The manifest that LATEST points to."""
-        pointer = self.latest()
-        manifest = self.manifest(pointer.ref)
-        if manifest.version != pointer.version:
+    def unreferenced_manifest(self, key: str) -> Manifest:
+        """A manifest found by listing, with no digest to verify it by. Raises NotFound, MalformedObject, VersionGap."""
+        data = fetch.bounded(self.store, key, canonical_json.MAX_BYTES)
+        manifest = Manifest.from_bytes(data, f"{self.store.uri}/{key}")
+        self._require_own(manifest.run, f"{self.store.uri}/{key}")
+        return manifest
+
+    def tip(self, pointer: LatestPointer | None = None) -> Manifest:
+        """The manifest that LATEST (or `pointer`, which it said before) points to."""
+        return self._named("version", (pointer := pointer or self.latest()).version, pointer.manifest)
+
+    def base(self, pointer: LatestPointer | None = None) -> Manifest:
+        """The manifest of version 0 that LATEST (or `pointer`, which it said before) names."""
+        return self._named("base", 0, (pointer or self.latest()).base)
+
+    def catalog(self, pointer: LatestPointer | None = None) -> Catalog:
+        """The catalog that LATEST (or `pointer`, which it said before) names; an empty one when it names none.
+
+        Raises as `manifest` does, and as `require_reach`.
+        """
+        pointer = pointer or self.latest()
+        catalog, ref = Catalog(run=self.run), pointer.catalog
+        if ref is not None:
+            catalog = Catalog.from_bytes(fetch.verified(self.store, ref), f"{self.store.uri}/{ref.key}")
+            self._require_own(catalog.run, f"{self.store.uri}/{ref.key}")
+        self.require_reach(pointer, catalog)
+        return catalog
+
+    def require_reach(self, pointer: LatestPointer, catalog: Catalog) -> None:
+        """Raise VersionGap when more versions follow the catalog's `oldest` than anybody plans over."""
+        if pointer.version - catalog.oldest > MAX_CHAIN:
             raise VersionGap(
-                f"{self.store.uri}: LATEST says version {pointer.version}, the manifest it names {manifest.version}"
+                f"{self.store.uri}: LATEST says version {pointer.version}, and the deltas begin at {catalog.oldest}: "
+                f"at most {MAX_CHAIN} are planned over; let old ones go (gc), or begin a new run"
+            )
+
+    def _named(self, what: str, version: int, ref: ObjectRef) -> Manifest:
+        manifest = self.manifest(ref)
+        if manifest.version != version:
+            raise VersionGap(
+                f"{self.store.uri}: LATEST says {what} {version}, the manifest it names {manifest.version}"
             )
         return manifest
 
@@ -81,49 +121,44 @@ class DeltaLog:
             )
         found = [to] if to.version > after else []
         while found and found[-1].version > after + 1:
-            found.append(self._parent(found[-1]))
+            found.append(self.parent(found[-1]))
         return found[::-1]
 
     def manifests(self) -> list[Manifest]:
-        """All versions, from the base to the tip."""
-        return self.chain(-1, self.tip())
+        """All versions that are left: the base, then from where the deltas begin to the tip."""
+        pointer = self.latest()
+        return [self.base(pointer), *self.chain(self.catalog(pointer).oldest, self.tip(pointer))]
 
-    def table(self, manifest: Manifest) -> VersionTable:
-        """The table of a version, verified, and consistent with the manifest."""
-        ref = manifest.table
-        table = VersionTable.from_bytes(fetch.verified(self.store, ref, ref.size), f"{self.store.uri}/{ref.key}")
-        consistency.check(manifest, table)
-        return table
+    def table(self, payload: Payload) -> VersionTable:
+        """The table of a version or a fold, verified, and consistent with the manifest or catalog that states it."""
+        return payloads.read_table(self.store, parts_of(payload))
 
     def base_table(self) -> VersionTable:
         """The table of version 0: every tensor and its state hash."""
-        return self.table(self.manifests()[0])
+        return self.table(self.base())
 
-    def shard_blocks(self, manifest: Manifest, index: int, blocks: Sequence[Block]) -> Iterator[tuple[Block, Buffer]]:
-        """`blocks`, all of shard `index`, with their stored bytes, once the whole shard is verified; still encoded."""
-        ref = manifest.shards[index]
+    def states(self, ref: Found, state_root: str) -> VersionTable:
+        """An anchor's table of all tensors' states, verified, and consistent with the state root of its version."""
         what = f"{self.store.uri}/{ref.key}"
-        data = fetch.verified(self.store, ref, ref.size)
-        blob = shard.open_shard(data, self.run, manifest.version, what)
-        if len(data) - len(blob) != ref.data_start:
-            raise MalformedObject(
-                f"{what}: its data begins at {len(data) - len(blob)}, the manifest says {ref.data_start}"
-            )
-        for block in blocks:
-            yield block, blob[block.offset : block.offset + block.stored]
+        if ref.size > MAX_TABLE_BYTES:
+            raise MalformedObject(f"{what}: a table of {ref.size} bytes, at most {MAX_TABLE_BYTES} are allowed")
+        table = VersionTable.from_bytes(fetch.verified(self.store, ref), what)
+        consistency.check_states(table, state_root, what)
+        return table
 
-    def block_bytes(self, manifest: Manifest, table: VersionTable) -> Iterator[tuple[Block, Buffer]]:
-        """Every block of a version with its stored bytes, shard by shard."""
-        for index, blocks in table.by_shard().items():
-            yield from self.shard_blocks(manifest, index, blocks)
+    def blocks(self, payload: Payload, rows: Sequence[Block]) -> Iterator[tuple[Block, Buffer]]:
+        """These rows of the table of a version or a fold with their stored bytes, still encoded, shard by shard.
 
-    def materialize(
-        self, version: int, base: materialize.Base = None, *, progress: Progress = silent
-    ) -> dict[str, materialize.Tensor]:
+        A shard is fetched and verified whole, and only if one of the rows is in it.
+        """
+        return payloads.read_blocks(self.store, self.run, parts_of(payload), rows)
+
+    def materialize(self, version: int, base: Base = None, *, progress: Progress = silent) -> dict[str, Tensor]:
         """The whole model at a version; see `log.materialize.materialize`."""
         return materialize.materialize(self, version, base, progress=progress)
 
-    def _parent(self, manifest: Manifest) -> Manifest:
+    def parent(self, manifest: Manifest) -> Manifest:
+        """The version before that of a manifest; raises VersionGap when it has none, or has another number."""
         if manifest.parent is None:
             raise VersionGap(f"{self.store.uri}: version {manifest.version} has no parent")
         parent = self.manifest(manifest.parent)

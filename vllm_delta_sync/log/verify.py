@@ -1,101 +1,128 @@
-"""Checking a whole log without a base: every digest, every block's streams, every state root.
+"""Checking a whole log without a base: catalog, deltas, folds and anchors, every digest, block and state root.
 
-Does not stop at the first fault, and does not need the weights: steps of blocks are decoded, not applied.
+Does not stop at the first fault, and does not repair: `repair` does.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
-from vllm_delta_sync.errors import DeltaSyncError, LogError, NotFound
-from vllm_delta_sync.log import anchors
+from vllm_delta_sync.log.checking import (
+    Checked,
+    Fault,
+    State,
+    check_anchor,
+    check_files,
+    check_payload,
+    check_target,
+)
 from vllm_delta_sync.log.progress import Progress, silent
 from vllm_delta_sync.log.reader import DeltaLog
-from vllm_delta_sync.wire import state_hash
-from vllm_delta_sync.wire.codecs import decode_block
-from vllm_delta_sync.wire.manifest import Manifest
-from vllm_delta_sync.wire.table import Block
-from vllm_delta_sync.wire.tensors import TensorSpec
+from vllm_delta_sync.wire.catalog import Catalog, Fold
+from vllm_delta_sync.wire.manifest import Manifest, ObjectRef
 
-
-@dataclass(frozen=True, slots=True)
-class Fault:
-    """One thing that is wrong: in which version, of which kind (`DeltaSyncError.cause`), and the message."""
-
-    version: int
-    cause: str
-    message: str
+__all__ = ["Fault", "Verdict", "verify"]
 
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """What a walk of the log found. `bytes` counts shards and tables of the versions walked."""
+    """What a walk of the log found. `bytes` counts the shards of versions and folds; version 0 is one of `versions`."""
 
     versions: int
+    folds: int
+    anchors: int
     blocks: int
     bytes: int
     faults: tuple[Fault, ...]
 
 
 def verify(log: DeltaLog, *, progress: Progress = silent) -> Verdict:
-    """Walk the log from the base to the tip. Raises only when the chain itself cannot be walked, or the store fails."""
-    chain = log.manifests()
-    faults: list[Fault] = []
-    lanes: dict[TensorSpec, state_hash.Lanes] | None = None
-    blocks = 0
+    """Check version 0, all that the catalog names, and every delta from its `oldest` to the tip.
+
+    Raises only when LATEST, the catalog or the chain of manifests cannot be read, or the store fails.
+    """
+    pointer = log.latest()
+    catalog, base = log.catalog(pointer), log.base(pointer)
+    chain = log.chain(catalog.oldest, log.tip(pointer))
+    refs = {manifest.version - 1: manifest.parent for manifest in chain if manifest.parent is not None}
+    refs |= {0: pointer.base, pointer.version: pointer.manifest}
+    walk = _Walk(log, catalog, refs, len(chain) + len(catalog.folds) + len(catalog.anchors) + 1, progress)
+    state = walk.payload(base, None)
+    if base.anchor is not None:
+        walk.faults += check_files(log, 0, base.anchor.files)
+    walk.anchors()
+    walk.before_deltas(state)
     for manifest in chain:
-        progress("verifying versions", manifest.version, len(chain))
-        try:
-            table = log.table(manifest)
-            if lanes is None and manifest.kind == "base":
-                lanes = {}
-            elif lanes is not None:
-                table.require_known({spec.name: spec for spec in lanes}, f"{log.store.uri}/{manifest.table.key}")
-        except (LogError, NotFound) as error:
-            faults.append(_fault(manifest, error))
-            lanes = None  # without this table, no later state root can be computed
-            continue
-        blocks += len(table.blocks)
-        rows = table.by_shard()
-        for index in range(len(manifest.shards)):  # also one that no block is in
-            faults += _shard_faults(log, manifest, index, rows.get(index, []))
-        if lanes is not None:
-            lanes.update(zip(table.tensors, table.hashes, strict=True))
-            root = state_hash.state_root(lanes)
-            if root != manifest.state_root:
-                message = f"the tables come to state root {root}, the manifest says {manifest.state_root}"
-                faults.append(Fault(manifest.version, "state_hash", message))
-        if manifest.anchor is not None:
-            faults += _anchor_faults(log, manifest)
-    progress("verifying versions", len(chain), len(chain))
-    return Verdict(len(chain), blocks, sum(manifest.totals.bytes for manifest in chain), tuple(faults))
+        walk.delta(manifest)
+    for version in walk.left():
+        walk.folds_from(version)
+    progress("verifying", walk.total, walk.total)
+    return Verdict(
+        versions=len(chain) + 1,
+        folds=len(catalog.folds),
+        anchors=len(catalog.anchors),
+        blocks=walk.blocks,
+        bytes=sum(one.totals.bytes for one in (base, *chain)) + sum(fold.totals.bytes for fold in catalog.folds),
+        faults=tuple(walk.faults),
+    )
 
 
-def _shard_faults(log: DeltaLog, manifest: Manifest, index: int, rows: Sequence[Block]) -> list[Fault]:
-    faults = []
-    try:
-        for block, payload in log.shard_blocks(manifest, index, rows):
-            try:
-                decode_block(block, payload)
-            except LogError as error:
-                faults.append(_fault(manifest, error))
-    except (LogError, NotFound) as error:
-        faults.append(_fault(manifest, error))
-    return faults
+class _Walk:
+    """Goes up through the versions with what is known of the state at each, and checks each thing once."""
 
+    def __init__(
+        self, log: DeltaLog, catalog: Catalog, refs: dict[int, ObjectRef], total: int, progress: Progress
+    ) -> None:
+        self.log, self.catalog, self.total = log, catalog, total
+        self.faults: list[Fault] = []
+        self.blocks = 0
+        self._refs = refs
+        self._progress = progress
+        self._done = 0
+        self._known: dict[int, State] = {}  # the states at versions that are yet to come
+        self._folds: dict[int, list[Fold]] = {}
+        for fold in catalog.folds:
+            self._folds.setdefault(fold.source, []).append(fold)
 
-def _anchor_faults(log: DeltaLog, manifest: Manifest) -> list[Fault]:
-    assert manifest.anchor is not None, "only called for versions with an anchor"
-    faults = []
-    for ref in manifest.anchor.files:
-        try:
-            for _ in anchors.pieces(log.store, ref):
-                pass
-        except (LogError, NotFound) as error:
-            faults.append(_fault(manifest, error))
-    return faults
+    def payload(self, payload: Manifest | Fold, before: State | None) -> State | None:
+        self._progress("verifying", self._done, self.total)
+        self._done += 1
+        return self._noted(check_payload(self.log, payload, before))
 
+    def _noted(self, checked: Checked) -> State | None:
+        self.faults += checked.faults
+        self.blocks += checked.blocks
+        return checked.state
 
-def _fault(manifest: Manifest, error: DeltaSyncError) -> Fault:
-    return Fault(manifest.version, error.cause, str(error))
+    def anchors(self) -> None:
+        for anchor in self.catalog.anchors:
+            self._progress("verifying", self._done, self.total)
+            self._done += 1
+            self.faults += check_target(self.log, anchor, self._refs.get(anchor.version))
+            state = self._noted(check_anchor(self.log, anchor))
+            if state is not None:
+                self._known[anchor.version] = state
+
+    def before_deltas(self, base: State | None) -> None:
+        """Everything that begins at a version whose own deltas may be gone."""
+        if base is not None:
+            self._known[0] = base
+        for version in sorted(source for source in self._folds if source < self.catalog.oldest):
+            self.folds_from(version)
+
+    def delta(self, manifest: Manifest) -> None:
+        self.folds_from(manifest.version - 1)
+        state = self.payload(manifest, self._known.pop(manifest.version - 1, None))
+        if state is not None:
+            self._known[manifest.version] = state
+
+    def left(self) -> list[int]:
+        """The versions, the tip and any beyond it, that folds begin at and no delta does."""
+        return sorted(self._folds)
+
+    def folds_from(self, version: int) -> None:
+        for fold in self._folds.pop(version, []):
+            self.faults += check_target(self.log, fold, self._refs.get(fold.to))
+            state = self.payload(fold, self._known.get(version))
+            if state is not None and fold.to > version:
+                self._known.setdefault(fold.to, state)

@@ -1,36 +1,29 @@
-"""Writing versions: shards, table, manifest, and only then LATEST.
+"""Writing versions: shards, manifest, and only then LATEST; and catalogs, with LATEST after them.
 
-Does not diff, encode or retry. A store has no compare-and-swap here: a rival is noticed, not locked out.
+Does not diff, encode or retry.
 """
 
 from __future__ import annotations
 
 import hashlib
-import time
-import uuid
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import numpy as np
 
-from vllm_delta_sync.errors import (
-    DeltaSyncError,
-    MalformedObject,
-    NotFound,
-    PublishError,
-    RivalWriter,
-    StoreError,
-    UnsettledWrite,
-    VersionGap,
-)
-from vllm_delta_sync.log import anchors, names
+from vllm_delta_sync.errors import DeltaSyncError, LogError, MalformedObject, NotFound, RivalWriter, VersionGap
+from vllm_delta_sync.log import anchors, names, payload, pointer
 from vllm_delta_sync.log.packing import Packed, TensorUpdate, pack
+from vllm_delta_sync.log.pointer import Seen
 from vllm_delta_sync.log.reader import DeltaLog
+from vllm_delta_sync.log.rivals import Lookout, described
+from vllm_delta_sync.log.stamps import SYSTEM, Stamps
 from vllm_delta_sync.store import Store, child, open_store
 from vllm_delta_sync.wire import manifest as wire
 from vllm_delta_sync.wire import shard, state_hash
-from vllm_delta_sync.wire.frames import Buffer
+from vllm_delta_sync.wire.catalog import Catalog
+from vllm_delta_sync.wire.shard import Ends
 from vllm_delta_sync.wire.state_hash import Lanes
 from vllm_delta_sync.wire.table import VersionTable
 from vllm_delta_sync.wire.tensors import TensorSpec
@@ -40,18 +33,32 @@ class LogWriter:
     """The one writer of a run. Not for use from several threads at once.
 
     Args:
-        pointer: what LATEST says.
+        at: what LATEST says.
         tip: the manifest it points to.
         shard_bytes: what a shard is filled to.
+        stamps: the clock, and where fresh names come from.
     """
 
     def __init__(
-        self, log: DeltaLog, pointer: wire.LatestPointer, tip: wire.Manifest, *, shard_bytes: int = shard.TARGET_BYTES
+        self,
+        log: DeltaLog,
+        at: wire.LatestPointer,
+        tip: wire.Manifest,
+        *,
+        shard_bytes: int = shard.TARGET_BYTES,
+        stamps: Stamps = SYSTEM,
     ) -> None:
         self.log = log
         self.tip = tip
-        self._pointer = pointer
+        self._pointer = at
+        self._seen: Seen | None = None
+        self._manifests = {at.manifest.sha256}
+        self._catalogs = {at.catalog.sha256} if at.catalog else set()
+        self._given_up: dict[str, int] = {}  # versions whose write of LATEST failed, by SHA-256; it may arrive late
+        self._catalog: Catalog | None = None  # the last one that was read or written
+        self._lookout = Lookout(log)
         self._shard_bytes = shard_bytes
+        self._stamps = stamps
 
     @property
     def pointer(self) -> wire.LatestPointer:
@@ -68,6 +75,7 @@ class LogWriter:
         anchor: Sequence[Path] = (),
         step: int | None = None,
         metadata: Mapping[str, str] | None = None,
+        stamps: Stamps = SYSTEM,
     ) -> LogWriter:
         """Begin a new run at version 0 and make it the current one.
 
@@ -77,43 +85,45 @@ class LogWriter:
             anchor: files of that checkpoint to put into the run.
         """
         root = open_store(where) if isinstance(where, str) else where
-        run, attempt = uuid.uuid4().hex, uuid.uuid4().hex
+        run, attempt = stamps.fresh(), stamps.fresh()
         log = DeltaLog(child(root, run), run)
         specs = tuple(sorted(base_table, key=lambda spec: spec.name.encode()))
         hashes = np.array([base_table[spec] for spec in specs], np.uint32).reshape(-1, 4)
         elements = sum(spec.numel for spec in specs)
-        attempted = [*anchors.keys(0, anchor), names.table(0, attempt), names.manifest(0, attempt)]
-        with _discarding(log.store, attempted):
+        keys = names.shards(names.version_prefix(0), attempt, 1)
+        with _discarding(log.store, [*anchors.keys(0, anchor), *keys, names.manifest(0, attempt)]):
             files = anchors.write(log.store, 0, anchor) if anchor else None
-            table = _put_table(log.store, names.table(0, attempt), VersionTable(specs, hashes, ()))
+            written = payload.write(log.store, Ends(run, 0, 0), Packed(VersionTable(specs, hashes, ()), ([],)), keys)
             manifest = wire.Manifest(
                 run=run,
                 version=0,
                 kind="base",
                 parent=None,
-                created=time.time(),
+                created=stamps.now(),
                 step=step,
                 metadata=dict(metadata or {}),
                 base=base,
                 anchor=files,
-                totals=wire.Totals(tensors=len(specs), elements=elements, changed=0, bytes=table.size),
-                shards=(),
-                table=table,
+                totals=written.totals(len(specs), elements),
+                shards=written.shards,
+                table=written.table,
                 state_root=state_hash.state_root(base_table),
             )
-            pointer = _pointer(_put_manifest(log.store, manifest, attempt), manifest, sequence=0)
-        log.store.put(names.LATEST, pointer.to_bytes(), create=True)
+            ref = _put_manifest(log.store, manifest, attempt)
+        at = wire.LatestPointer(run=run, sequence=0, version=0, manifest=ref, base=ref)
+        info = log.store.put(names.LATEST, at.to_bytes(), create=True)
         root.put(names.RUN, run.encode())
-        return cls(log, pointer, manifest)
+        writer = cls(log, at, manifest, stamps=stamps)
+        writer._seen = Seen(at, info)
+        return writer
 
     @classmethod
     def attach(cls, log: DeltaLog) -> LogWriter:
         """Continue a run from its tip."""
-        pointer = log.latest()
-        tip = log.manifest(pointer.ref)
-        if tip.version != pointer.version:
-            raise VersionGap(f"{log.store.uri}: LATEST says version {pointer.version}, its manifest {tip.version}")
-        return cls(log, pointer, tip)
+        at = log.latest()
+        writer = cls(log, at, log.tip(at))
+        writer._lookout.arrive(at.version + 1)
+        return writer
 
     def commit(
         self,
@@ -125,101 +135,102 @@ class LogWriter:
     ) -> wire.Manifest:
         """Write the version after the tip and make it the tip; without updates it is one in which nothing changed.
 
-        Raises RivalWriter when LATEST is not what this writer last read or wrote, StoreError when the store fails, and
-        UnsettledWrite when it fails so that only a writer that is attached anew can go on. The tip of this writer is
-        then as before.
+        Raises RivalWriter when another publisher writes to this run, StoreError when the store fails, UnsettledWrite
+        when it fails so that only a writer that is attached anew can go on. The tip of this writer is then as before.
         """
-        version, attempt = self.tip.version + 1, uuid.uuid4().hex
+        version, attempt = self.tip.version + 1, self._stamps.fresh()
         packed = pack(updates, self._shard_bytes)
-        total = len(packed.shards)
-        if total > wire.MAX_SHARDS:
-            raise PublishError(f"version {version} takes {total} shards, at most {wire.MAX_SHARDS} fit")
-        shards = [names.shard(version, attempt, number, total) for number in range(1, total + 1)]
-        table, manifest_key = names.table(version, attempt), names.manifest(version, attempt)
-        with _discarding(self.log.store, [*shards, table, manifest_key]):
-            manifest = self._write(packed, shards, table, state_root, step, metadata)
+        payload.require_fits(packed, f"version {version}")
+        keys = names.shards(names.version_prefix(version), attempt, len(packed.shards))
+        self._lookout.begin(version, attempt)
+        with _discarding(self.log.store, [*keys, names.manifest(version, attempt)]):
+            written = payload.write(self.log.store, Ends(self.log.run, version - 1, version), packed, keys)
+            manifest = wire.Manifest(
+                run=self.log.run,
+                version=version,
+                kind="delta",
+                parent=self._pointer.manifest,
+                created=self._stamps.now(),
+                step=step,
+                metadata=dict(metadata or {}),
+                base=None,
+                anchor=None,
+                totals=written.totals(self.tip.totals.tensors, self.tip.totals.elements),
+                shards=written.shards,
+                table=written.table,
+                state_root=state_root,
+            )
             ref = _put_manifest(self.log.store, manifest, attempt)
-            self._require_latest()
-        self._advance(_pointer(ref, manifest, sequence=self._pointer.sequence + 1), manifest)
+            seen = self._look()
+            self._lookout.require_alone(self._pointer.manifest)  # takes a while, so `update` looks again
+        self._manifests.add(ref.sha256)  # from here on LATEST may name it
+        try:
+            self._update(lambda own: own.model_copy(update={"version": version, "manifest": ref}), seen)
+        except BaseException:
+            self._manifests.discard(ref.sha256)
+            self._given_up[ref.sha256] = version
+            raise
+        self.tip = manifest
         return manifest
 
-    def _write(
-        self,
-        packed: Packed,
-        shard_keys: Sequence[str],
-        table_key: str,
-        state_root: str,
-        step: int | None,
-        metadata: Mapping[str, str] | None,
-    ) -> wire.Manifest:
-        """Write the shards and the table of the version after the tip; returns the manifest to be written."""
-        version, store = self.tip.version + 1, self.log.store
-        shards = tuple(
-            _put_shard(store, key, self.log.run, version, payloads)
-            for key, payloads in zip(shard_keys, packed.shards, strict=True)
-        )
-        table = _put_table(store, table_key, packed.table)
-        return wire.Manifest(
-            run=self.log.run,
-            version=version,
-            kind="delta",
-            parent=self._pointer.ref,
-            created=time.time(),
-            step=step,
-            metadata=dict(metadata or {}),
-            base=None,
-            anchor=None,
-            totals=wire.Totals(
-                tensors=self.tip.totals.tensors,
-                elements=self.tip.totals.elements,
-                changed=sum(block.changed for block in packed.table.blocks),
-                bytes=table.size + sum(ref.size for ref in shards),
-            ),
-            shards=shards,
-            table=table,
-            state_root=state_root,
-        )
+    def put_catalog(self, change: Callable[[Catalog], Catalog]) -> Catalog:
+        """Make what `change` makes of the run's catalog its catalog; returns it.
 
-    def _require_latest(self) -> None:
-        found = self._latest()
-        if found != self._pointer:
-            named = f"version {found.version} ({found.manifest})" if found else "nothing that can be read"
-            raise RivalWriter(
-                f"{self.log.store.uri}/{names.LATEST} names {named}, not version {self._pointer.version} as this "
-                "writer left it: another publisher writes to this run, or a write that was reported as failed arrived "
-                "after all; stop the other one, or resume from the log"
-            )
+        `change` may be asked more than once: when somebody else (a pin, say) wrote another catalog meanwhile.
+        Raises as `commit` does.
+        """
+        made: list[Catalog] = []
 
-    def _advance(self, pointer: wire.LatestPointer, manifest: wire.Manifest) -> None:
+        def with_catalog(own: wire.LatestPointer) -> wire.LatestPointer:
+            made.append(change(self._present_catalog(own)))
+            ref = put_catalog_object(self.log.store, made[-1], own.sequence + 1, self._stamps)
+            self._catalogs.add(ref.sha256)
+            return own.model_copy(update={"catalog": ref})
+
+        self._update(with_catalog, self._look())
+        self._catalog = made[-1]
+        return made[-1]
+
+    def _present_catalog(self, own: wire.LatestPointer) -> Catalog:
+        """The catalog that LATEST names, or if that is lost or damaged the last one that was not: so it is replaced."""
         try:
-            self.log.store.put(names.LATEST, pointer.to_bytes())
-        except StoreError as error:
-            # A write can arrive although its answer was lost. Only what LATEST says now tells.
-            if not self._arrived(pointer, error):
+            self._catalog = self.log.catalog(own)
+        except (LogError, NotFound):
+            if self._catalog is None:
                 raise
-        self._pointer, self.tip = pointer, manifest
+        return self._catalog
 
-    def _arrived(self, pointer: wire.LatestPointer, failure: StoreError) -> bool:
-        """Whether LATEST is `pointer` although its write failed, made durable then; UnsettledWrite if neither."""
+    def _look(self) -> Seen:
+        """LATEST, which is this writer's; RivalWriter if not."""
         try:
-            if self._latest() != pointer:
-                return False
-            # What a failed sync left can be read, from a cache, and still be gone after a crash: only a write that
-            # succeeds counts.
-            self.log.store.put(names.LATEST, pointer.to_bytes())
-            return True
-        except StoreError as error:
-            raise UnsettledWrite(
-                f"{self.log.store.uri}/{names.LATEST}: writing version {pointer.version} failed ({failure}), and so "
-                f"did finding out what became of it ({error}); open a publisher with resume=True once the store "
-                "answers again: it goes on from whichever version is there, and its publish() brings the difference"
-            ) from error
+            seen = pointer.look(self.log, self._seen)
+        except (NotFound, MalformedObject, VersionGap) as error:
+            raise self._rival(f"nothing that can be read ({error})") from error
+        self._carried(seen.pointer)
+        return seen
 
-    def _latest(self) -> wire.LatestPointer | None:
-        try:
-            return self.log.latest()
-        except (NotFound, MalformedObject, VersionGap):
-            return None
+    def _update(self, change: Callable[[wire.LatestPointer], wire.LatestPointer], seen: Seen) -> None:
+        self._seen = pointer.update(
+            self.log, lambda found: change(self._carried(found)), seen, sleep=self._stamps.sleep
+        )
+        self._pointer = self._seen.pointer
+        if self._pointer.catalog is not None:
+            self._catalogs.add(self._pointer.catalog.sha256)
+
+    def _carried(self, found: wire.LatestPointer) -> wire.LatestPointer:
+        # One that was given up and came late is overwritten by what took its place; nothing has yet: it stands.
+        late = {sha256 for sha256, version in self._given_up.items() if version <= self._pointer.version}
+        own = pointer.carried(self._pointer, found, self._manifests | late, self._catalogs)
+        if own is None:
+            raise self._rival(described(self.log, found.manifest, found.version))
+        return own
+
+    def _rival(self, named: str) -> RivalWriter:
+        return RivalWriter(
+            f"{self.log.store.uri}/{names.LATEST} names {named}, not version {self._pointer.version} "
+            f"({self._pointer.manifest.key}) as this writer left it: another publisher writes to this run, or a write "
+            "that was reported as failed arrived after all; stop the other one, or resume from the log"
+        )
 
 
 @contextmanager
@@ -233,25 +244,15 @@ def _discarding(store: Store, keys: Iterable[str]) -> Iterator[None]:
         raise
 
 
-def _pointer(ref: wire.ObjectRef, manifest: wire.Manifest, *, sequence: int) -> wire.LatestPointer:
-    return wire.LatestPointer(
-        manifest=ref.key, run=manifest.run, sequence=sequence, sha256=ref.sha256, version=manifest.version
-    )
-
-
-def _put_shard(store: Store, key: str, run: str, version: int, payloads: Sequence[Buffer]) -> wire.ShardRef:
-    data, data_start = shard.pack_shard(run, version, payloads)
-    store.put(key, data, create=True)
-    return wire.ShardRef(key=key, size=len(data), sha256=hashlib.sha256(data).hexdigest(), data_start=data_start)
-
-
-def _put_table(store: Store, key: str, table: VersionTable) -> wire.TableRef:
-    data = table.to_bytes()
-    store.put(key, data, create=True)
-    return wire.TableRef(key=key, size=len(data), sha256=hashlib.sha256(data).hexdigest())
-
-
 def _put_manifest(store: Store, manifest: wire.Manifest, attempt: str) -> wire.ObjectRef:
-    key, data = names.manifest(manifest.version, attempt), manifest.to_bytes()
-    store.put(key, data, create=True)
-    return wire.ObjectRef(key=key, sha256=hashlib.sha256(data).hexdigest())
+    return _put_json(store, names.manifest(manifest.version, attempt), manifest.to_bytes())
+
+
+def put_catalog_object(store: Store, catalog: Catalog, sequence: int, stamps: Stamps = SYSTEM) -> wire.ObjectRef:
+    """Put a catalog, which nothing names yet, for LATEST as it will be at `sequence`; returns what leads to it."""
+    return _put_json(store, names.catalog(sequence, stamps.fresh()), catalog.to_bytes())
+
+
+def _put_json(store: Store, key: str, data: bytes) -> wire.ObjectRef:
+    info = store.put(key, data, create=True)
+    return wire.ObjectRef(key=key, sha256=hashlib.sha256(data).hexdigest(), size=len(data), content=info.content)

@@ -1,0 +1,190 @@
+"""The background of a publisher that writes folds by a schedule, and anchors where they are due.
+
+Does not decide which: `schedule` does. Never fails or delays a publish: what does not come about is logged, and the
+folds of later versions do without it.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections import deque
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Protocol
+
+from vllm_delta_sync.errors import BaseNeeded, DeltaSyncError, VersionGap
+from vllm_delta_sync.log import anchoring, folding
+from vllm_delta_sync.log.anchoring import Checkpoint
+from vllm_delta_sync.log.layers import End, Layer
+from vllm_delta_sync.log.schedule import AnchorPolicy, FoldSchedule, prune, with_folds
+from vllm_delta_sync.log.shelf import MEMORY_BYTES, Shelf
+from vllm_delta_sync.log.writer import LogWriter
+from vllm_delta_sync.wire.catalog import Anchor, Catalog, Fold
+
+logger = logging.getLogger(__name__)
+
+_MOST_WAITING = 128  # versions; beyond, folding is slower than publishing, and the oldest get no folds
+
+
+class Frozen(Checkpoint, Protocol):
+    """A state that the publisher held, while it moves on."""
+
+    @property
+    def state_root(self) -> str:
+        """Of the whole model."""
+        ...
+
+    @property
+    def lost(self) -> bool:
+        """Whether the version that it is was taken back."""
+        ...
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Anchorage:
+    """What it takes to write anchors."""
+
+    policy: AnchorPolicy
+    full_bytes: int  # of a copy of the model
+    freeze: Callable[[], AbstractContextManager[Frozen]]  # the publisher's state now
+
+
+class Folder:
+    """The thread that folds. Its methods return at once, except `close`.
+
+    Args:
+        writer: the publisher's; only `put_catalog` is called here, while `turn` is held.
+        turn: held while anybody writes through the writer, which only one thread may do at a time.
+        threads: tensors composed at a time.
+        memory_bytes: of recent layers kept, so that they are not read back from the store.
+    """
+
+    def __init__(
+        self,
+        writer: LogWriter,
+        schedule: FoldSchedule | None,
+        anchorage: Anchorage | None,
+        turn: threading.Lock,
+        *,
+        threads: int = 1,
+        memory_bytes: int = MEMORY_BYTES,
+    ) -> None:
+        self._writer = writer
+        self._schedule = schedule
+        self._anchorage = anchorage
+        self._turn = turn
+        self._memory_bytes = memory_bytes
+        self._shelf = Shelf(writer.log, writer.pointer, memory_bytes=memory_bytes, threads=threads)
+        self._changed = threading.Condition()
+        self._waiting: deque[tuple[int, Layer | None]] = deque()
+        tip = End(writer.tip.version, writer.tip.state_root, writer.pointer.manifest)
+        self._durable: deque[End] = deque([tip], maxlen=2 * _MOST_WAITING)
+        self._stopping = False
+        self._thread = threading.Thread(target=self._run, name="delta-sync-fold", daemon=True)
+        self._thread.start()
+
+    def published(self, layer: Layer) -> None:
+        """A version is durable."""
+        with self._changed:
+            held = sum(waiting.stored for _, waiting in self._waiting if waiting is not None)
+            self._waiting.append((layer.to.version, layer if held < self._memory_bytes else None))
+            self._durable.append(layer.to)
+            self._changed.notify_all()
+
+    def close(self, *, finish: bool) -> None:
+        """End the thread, with `finish` once what is due for the versions published is written."""
+        with self._changed:
+            self._stopping = True
+            if not finish:
+                self._waiting.clear()
+            self._changed.notify_all()
+        self._thread.join()
+
+    def _run(self) -> None:
+        while (found := self._next()) is not None:
+            version, layer = found
+            try:
+                if layer is not None:
+                    self._shelf.add(layer)
+                self._after(version)
+            except DeltaSyncError as error:
+                logger.warning("no folds to version %d of %s: %s", version, self._writer.log.store.uri, error)
+            except Exception:  # the one loop of this thread: whatever it is, publishing goes on without these folds
+                logger.exception("no folds to version %d of %s", version, self._writer.log.store.uri)
+
+    def _next(self) -> tuple[int, Layer | None] | None:
+        with self._changed:
+            self._changed.wait_for(lambda: self._stopping or bool(self._waiting))
+            while len(self._waiting) > _MOST_WAITING:
+                late, _ = self._waiting.popleft()
+                logger.warning("folding is slower than publishing: version %d gets no folds", late)
+            return self._waiting.popleft() if self._waiting else None
+
+    def _after(self, version: int) -> None:
+        """Write what is due at a version, and the catalog with it."""
+        self._shelf.see(self._writer.pointer)
+        folds: list[Fold] = []
+        anchors: list[Anchor] = []
+        if self._schedule is not None:
+            with self._changed:
+                waiting = [later for later, _ in self._waiting]
+            for length in self._schedule.lengths(version, waiting):
+                folds += self._fold(version - length, version)
+        if self._anchorage is not None and version % self._anchorage.policy.every == 0:
+            self._look(self._anchorage, version, folds, anchors)
+        if not folds and not anchors:
+            return
+
+        def change(catalog: Catalog) -> Catalog:
+            found = anchoring.with_anchors(with_folds(catalog, folds), anchors)
+            return prune(found, version, self._writer.pointer.pin)
+
+        with self._turn:
+            self._writer.put_catalog(change)
+
+    def _fold(self, source: int, to: int) -> list[Fold]:
+        try:
+            layer = self._shelf.layer(source, to)
+            fold = folding.put(self._writer.log, layer, self._writer.tip.totals)
+        except (BaseNeeded, VersionGap) as error:  # not to be had from what changes tell, or from what gc left
+            logger.info("no fold from version %d to %d: %s", source, to, error)
+            return []
+        except DeltaSyncError as error:
+            logger.warning("no fold from version %d to %d: %s", source, to, error)
+            return []
+        self._shelf.add(layer)
+        return [fold]
+
+    def _look(self, anchorage: Anchorage, version: int, folds: list[Fold], anchors: list[Anchor]) -> None:
+        """Add the fold from the last anchor (or the base) to `folds`, or an anchor to `anchors` where that is due."""
+        origin = max((known.version for known in self._shelf.anchors() if known.version < version), default=0)
+        try:
+            folded = self._shelf.layer(origin, version).stored
+        except (BaseNeeded, VersionGap) as error:
+            logger.info("from version %d, the last anchor or the base, no fold leads to %d: %s", origin, version, error)
+            folded = None
+        if not anchorage.policy.due(folded, anchorage.full_bytes):
+            if all((fold.source, fold.to) != (origin, version) for fold in folds):
+                folds += self._fold(origin, version)
+            return
+        try:
+            with anchorage.freeze() as frozen:
+                if (end := self._wait_for(frozen)) is None:
+                    logger.warning("no anchor at version %d: what was to be written was taken back", version)
+                    return
+                anchors.append(anchoring.put(self._writer.log, end, frozen))
+        except (DeltaSyncError, OSError) as error:
+            logger.warning("no anchor at version %d: %s", version, error)
+
+    def _wait_for(self, frozen: Frozen) -> End | None:
+        """The version that a frozen state is, once it is durable; None if it never will be."""
+
+        def found() -> End | None:
+            return next((end for end in self._durable if end.state_root == frozen.state_root), None)
+
+        with self._changed:
+            while (end := found()) is None and not frozen.lost and not self._stopping:
+                self._changed.wait(1.0)  # nobody tells that a version was taken back
+            return end

@@ -1,0 +1,130 @@
+"""Writing folds from a log: of a layer at hand, or between any two versions, in either direction.
+
+Does not decide which folds are worth it: `schedule` does.
+"""
+
+from __future__ import annotations
+
+import logging
+import uuid
+from contextlib import suppress
+
+from vllm_delta_sync.errors import BaseNeeded, DeltaSyncError, VersionGap
+from vllm_delta_sync.log import layers, names, payload
+from vllm_delta_sync.log.amend import amend
+from vllm_delta_sync.log.base import Base
+from vllm_delta_sync.log.layers import Layer
+from vllm_delta_sync.log.packing import pack
+from vllm_delta_sync.log.progress import Progress, silent
+from vllm_delta_sync.log.reader import DeltaLog
+from vllm_delta_sync.log.schedule import NEAR, FoldSchedule, prune, with_folds
+from vllm_delta_sync.log.shelf import Shelf
+from vllm_delta_sync.wire import shard
+from vllm_delta_sync.wire.catalog import Fold
+from vllm_delta_sync.wire.manifest import Totals
+from vllm_delta_sync.wire.shard import Ends
+
+logger = logging.getLogger(__name__)
+
+
+def put(log: DeltaLog, layer: Layer, model: Totals, *, shard_bytes: int = shard.TARGET_BYTES) -> Fold:
+    """Write a layer's shards, durably; returns the fold for a catalog, which nothing names yet.
+
+    Args:
+        model: the totals of any version: their tensors and elements are the whole model's.
+    """
+    packed = pack(layer.updates(), shard_bytes)
+    source, to = layer.source.version, layer.to.version
+    payload.require_fits(packed, f"the fold from version {source} to {to}")
+    keys = names.shards(names.fold_prefix(source, to), uuid.uuid4().hex, len(packed.shards))
+    try:
+        written = payload.write(log.store, Ends(log.run, source, to), packed, keys)
+    except BaseException:
+        with suppress(DeltaSyncError):
+            log.store.delete(keys)
+        raise
+    return Fold(
+        source=source,
+        to=to,
+        before=layer.source.state_root,
+        after=layer.to.state_root,
+        manifest=layer.to.manifest,
+        table=written.table,
+        shards=written.shards,
+        totals=written.totals(model.tensors, model.elements),
+    )
+
+
+def write_fold(
+    log: DeltaLog, source: int, to: int, base: Base = None, *, threads: int = 1, progress: Progress = silent
+) -> Fold:
+    """Write the fold from version `source` to `to`, older or newer, from the log; no catalog names it yet.
+
+    It is composed of deltas and folds as they are in the log. Where they do not hold all it takes (a block in absolute
+    values has no way back, deltas may be gone), the model is rebuilt at both versions and compared; that takes memory
+    for both.
+
+    Args:
+        base: the checkpoint of version 0, as for `materialize`; used only in that case.
+
+    Raises VersionGap when there is no such version or no way to it, ConfigError when a base is needed that was not
+    given, and what reading and writing raise.
+    """
+    pointer = log.latest()
+    shelf = Shelf(log, pointer, threads=threads)
+    low, high = sorted((source, to))
+    progress("composing", 0, 1)
+    ends = shelf.end(source), shelf.end(to)
+    try:
+        layer = shelf.layer(low, high)
+        if source > to:
+            layer = layers.inverse(layer, shelf.lanes(low, layer.tensors))
+    except (BaseNeeded, VersionGap) as error:
+        logger.info("rebuilding versions %d and %d, as their changes do not do: %s", source, to, error)
+        old = log.materialize(source, base, progress=progress)
+        layer = layers.between(*ends, old, log.materialize(to, base, progress=progress))
+    progress("composing", 1, 1)
+    return put(log, layer, log.base(pointer).totals)
+
+
+def write_scheduled(
+    log: DeltaLog,
+    schedule: FoldSchedule,
+    first: int | None = None,
+    *,
+    threads: int = 1,
+    progress: Progress = silent,
+) -> list[Fold]:
+    """Write those folds that a schedule wants and the catalog lacks, and the catalog with them; returns them.
+
+    Args:
+        first: the oldest version at which they may end; None: as far back as catalogs keep all folds.
+
+    What cannot be composed from the log is left out and logged. Raises what reading and writing raise.
+    """
+    pointer = log.latest()
+    catalog = log.catalog(pointer)
+    shelf = Shelf(log, pointer, threads=threads)
+    begin = max(first if first is not None else pointer.version - NEAR, catalog.oldest, 1)
+    have = {(fold.source, fold.to) for fold in catalog.folds}
+    wanted = [
+        (to - length, to)
+        for to in range(begin, pointer.version + 1)
+        for length in schedule.lengths(to)
+        if (to - length, to) not in have
+    ]
+    made: list[Fold] = []
+    totals = log.base(pointer).totals
+    for number, (source, to) in enumerate(wanted):
+        progress("folding", number, len(wanted))
+        try:
+            layer = shelf.layer(source, to)
+        except (BaseNeeded, VersionGap) as error:
+            logger.warning("no fold from version %d to %d: %s", source, to, error)
+            continue
+        shelf.add(layer)
+        made.append(put(log, layer, totals))
+    progress("folding", len(wanted), len(wanted))
+    if made:
+        amend(log, lambda catalog, at: prune(with_folds(catalog, made), at.version, at.pin))
+    return made

@@ -1,0 +1,152 @@
+"""Which folds to write when, when a full checkpoint is due, and which folds a catalog keeps: all pure.
+
+Does not read, compose or write anything: `folding` and `anchoring` do.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from vllm_delta_sync.errors import ConfigError
+from vllm_delta_sync.log.retention import leading_to
+from vllm_delta_sync.wire.canonical_json import MAX_BYTES
+from vllm_delta_sync.wire.catalog import MAX_ENTRIES, Catalog, Fold
+
+NEAR = 256  # versions behind the tip within which every fold is kept
+_ROOM = MAX_BYTES * 7 // 8  # of a catalog; the rest is for what others add
+
+
+@dataclass(frozen=True, slots=True)
+class FoldSchedule:
+    """Folds of base, base², …, base^levels versions, end to end, and longer ones that overlap.
+
+    A version divisible by baseᵏ ends a fold of baseᵏ versions. Of these alone a follower far behind takes many and pays
+    about twice what one fold of its whole way would cost, because what changed twice counts twice. So every `stride`
+    versions a fold of `reach` − `stride` ends, too: whoever is `reach` versions behind finds one of these on its way,
+    wherever it is, and has `stride` versions left. docs/performance.md says what each costs.
+
+    Raises ConfigError when a number is out of range.
+    """
+
+    base: int = 2  # at least 2
+    levels: int = 5  # at least 0
+    reach: int = 100  # versions; 0: no overlapping folds
+    stride: int = 4  # versions; at least 1 and less than `reach`
+
+    def __post_init__(self) -> None:
+        if self.base < 2 or self.levels < 0 or self.base**self.levels > 1 << 20:
+            raise ConfigError(
+                f"folds of base {self.base} at {self.levels} levels: the base must be at least 2, the levels at least "
+                "0, and the longest fold at most 2**20 versions"
+            )
+        if self.reach and not 1 <= self.stride < self.reach <= 1 << 20:
+            raise ConfigError(
+                f"a reach of {self.reach} versions at a stride of {self.stride}: the stride must be at least 1 and "
+                "less than the reach, which is 0 or at most 2**20"
+            )
+
+    def lengths(self, version: int, waiting: Iterable[int] = ()) -> tuple[int, ...]:
+        """The lengths in versions of the folds that end at `version`, ascending, none before version 0.
+
+        Args:
+            waiting: later versions whose folds are due as well. The overlapping fold, by far the dearest, is left to
+                them where they have one, so that who folds more slowly than others publish keeps near the tip.
+        """
+        found = {self.base**level for level in range(1, self.levels + 1) if version % self.base**level == 0}
+        if self._overlaps(version) and not any(map(self._overlaps, waiting)):
+            found.add(self.reach - self.stride)
+        return tuple(sorted(length for length in found if 1 < length <= version))
+
+    def _overlaps(self, version: int) -> bool:
+        return self.reach > 0 and version % self.stride == 0
+
+
+@dataclass(frozen=True, slots=True)
+class AnchorPolicy:
+    """A full checkpoint is written when getting there from the last one (or the base) has become dear.
+
+    Raises ConfigError when a number is out of range.
+    """
+
+    share: float = 0.5  # of a full copy's bytes, that the fold from the last anchor may cost
+    every: int = 96  # versions between two looks; each look writes that fold, unless it writes an anchor
+
+    def __post_init__(self) -> None:
+        if not 0 < self.share <= 1 or self.every < 1:
+            raise ConfigError(
+                f"anchors at a share of {self.share}, looked at every {self.every} versions: the share must be above 0 "
+                "and at most 1, the interval at least 1"
+            )
+
+    def due(self, folded: int | None, full: int) -> bool:
+        """Whether to write an anchor.
+
+        Args:
+            folded: bytes of the fold since the last anchor; None when there can be none, as it would exceed a copy.
+            full: bytes of a full copy.
+        """
+        return folded is None or folded > self.share * full
+
+
+FOLDS = FoldSchedule()  # what a publisher does unless it is told otherwise
+ANCHORS = AnchorPolicy()
+
+
+def with_folds(catalog: Catalog, made: Iterable[Fold]) -> Catalog:
+    """The catalog with these folds in it, each in the place of any between the same versions."""
+    found = {_ends(fold): fold for fold in (*catalog.folds, *made)}
+    return catalog.model_copy(update={"folds": tuple(found[ends] for ends in sorted(found))})
+
+
+def prune(catalog: Catalog, tip: int, pin: int | None = None, room: int = _ROOM) -> Catalog:
+    """The catalog without the folds that no reader needs, and within `room` bytes.
+
+    A reader holds the base, an anchor, or any version whose delta is there. So there stay:
+    - from the base and from each anchor, the fold that goes furthest, which is the way of whoever starts there,
+    - the ways from there to where the deltas that are left begin,
+    - all folds that end at most NEAR versions before the tip,
+    - of older ones, a chain of the longest, end to end as far as they meet,
+    - while a version is pinned, all: any may be part of the way to it, or back from it.
+    If that is too much, the ones that end first go, those of the first two kinds last.
+    """
+    starts = {0, *(anchor.version for anchor in catalog.anchors)}
+    forward = [fold for fold in catalog.folds if fold.source < fold.to]
+    far: dict[int, Fold] = {}
+    for fold in forward:
+        if fold.source in starts and (fold.source not in far or fold.to > far[fold.source].to):
+            far[fold.source] = fold
+    vital = {_ends(fold) for fold in (*far.values(), *leading_to(catalog.oldest, starts, forward))}
+    older = [fold for fold in forward if fold.to < tip - NEAR and fold.source not in starts]
+    kept = vital | {_ends(fold) for fold in _chain(older)}
+    staying = [
+        fold
+        for fold in catalog.folds
+        if pin is not None or _ends(fold) in kept or max(fold.source, fold.to) >= tip - NEAR
+    ]
+    staying.sort(key=lambda fold: (_ends(fold) in vital, max(fold.source, fold.to)))
+    return _fitting(catalog, staying, room)
+
+
+def _ends(fold: Fold) -> tuple[int, int]:
+    return fold.source, fold.to
+
+
+def _chain(folds: list[Fold]) -> list[Fold]:
+    found: list[Fold] = []
+    for fold in sorted(folds, key=lambda fold: (fold.source, -fold.to)):
+        if not found or fold.source >= found[-1].to:
+            found.append(fold)
+    return found
+
+
+def _fitting(catalog: Catalog, order: list[Fold], room: int) -> Catalog:
+    """The catalog with as many of the last of `order` as fit."""
+    taken = len(catalog.model_copy(update={"folds": ()}).to_bytes())
+    fitting: list[Fold] = []
+    for fold in reversed(order[-MAX_ENTRIES:]):
+        taken += len(fold.to_bytes()) + 1
+        if taken > room:
+            break
+        fitting.append(fold)
+    return catalog.model_copy(update={"folds": tuple(sorted(fitting, key=_ends))})
