@@ -14,7 +14,8 @@ import torch
 
 from vllm_delta_sync.errors import Unavailable
 from vllm_delta_sync.log import DeltaLog
-from vllm_delta_sync.store import ObjectInfo, Store
+from vllm_delta_sync.store import Content, ObjectInfo, Store
+from vllm_delta_sync.wire.frames import Buffer
 
 State = dict[str, bytes]
 
@@ -38,17 +39,27 @@ class TroubledStore:
     def uri(self) -> str:
         return self.inner.uri
 
-    def put(self, key: str, data: bytes, *, create: bool = False) -> None:
+    @property
+    def conditional(self) -> bool:
+        return self.inner.conditional
+
+    @property
+    def metered(self) -> bool:
+        return self.inner.metered
+
+    def put(self, key: str, data: Buffer, *, create: bool = False, over: str | None = None) -> ObjectInfo:
         assert self.gate.wait(20), "a test forgot to open the gate"
         self.puts.append(key)
         failing = self.fail(key)
-        if not failing or self.after:
-            self.inner.put(key, data, create=create)
+        if failing and not self.after:
+            raise Unavailable(f"{key}: the store is away")
+        info = self.inner.put(key, data, create=create, over=over)
         if failing:
             raise Unavailable(f"{key}: the store is away")
+        return info
 
-    def get(self, key: str, start: int = 0, end: int | None = None) -> bytes:
-        return self.inner.get(key, start, end)
+    def get(self, key: str, start: int = 0, end: int | None = None, *, content: Content | None = None) -> bytes:
+        return self.inner.get(key, start, end, content=content)
 
     def head(self, key: str) -> ObjectInfo:
         return self.inner.head(key)

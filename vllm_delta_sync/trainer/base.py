@@ -75,7 +75,7 @@ def from_weights(
     candidate = model_id or getattr(config, "_name_or_path", None)
     found = locate(candidate, revision) if candidate else None
     files = {file.name: file.read_bytes() for file in config_files(found[0])} if found else {}
-    files.update(_config_of(weights, tensors))
+    files.update(config_of(weights, tensors))
     if not candidate:
         why_not = "no model_id was given and the model does not say where it was loaded from"
     elif found is None:
@@ -116,7 +116,7 @@ def difference(directory: Path, tensors: Tensors) -> str:
     return ""
 
 
-def _config_of(weights: source.Weights, tensors: Tensors) -> dict[str, bytes]:
+def config_of(weights: source.Weights, tensors: Tensors) -> dict[str, bytes]:
     """config.json and generation_config.json of a transformers model, as its `save_pretrained` would write them."""
     config: Any = getattr(weights, "config", None)
     if not hasattr(config, "to_json_string"):

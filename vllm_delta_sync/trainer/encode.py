@@ -5,6 +5,7 @@ Does not find changes and does not retry.
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -13,6 +14,9 @@ from itertools import groupby
 import numpy as np
 
 from vllm_delta_sync.log import LogWriter, TensorUpdate
+from vllm_delta_sync.log.compose import Held, hold
+from vllm_delta_sync.log.folder import Folder
+from vllm_delta_sync.log.layers import Changed, End, Layer
 from vllm_delta_sync.trainer.pipeline import InFlight
 from vllm_delta_sync.trainer.publication import Published
 from vllm_delta_sync.trainer.snapshot import BlockDelta, Delta
@@ -22,11 +26,18 @@ from vllm_delta_sync.wire.codecs import EncodedBlock, encode_block
 
 
 class Encoder:
-    """Writes versions through `writer`, encoding `threads` blocks at a time."""
+    """Writes versions through `writer`, encoding `threads` blocks at a time.
 
-    def __init__(self, writer: LogWriter, threads: int) -> None:
+    Args:
+        turn: held while a version is written, for the writer is not to be used from two threads at a time.
+        folder: told of each version; None where nothing folds them.
+    """
+
+    def __init__(self, writer: LogWriter, threads: int, turn: threading.Lock, folder: Folder | None) -> None:
         self._writer = writer
         self._threads = threads
+        self._turn = turn
+        self._folder = folder
 
     def write(self, version: InFlight) -> Published:
         """Make a version durable. Raises what `LogWriter.commit` raises."""
@@ -34,19 +45,23 @@ class Encoder:
         with ThreadPoolExecutor(self._threads, "delta-sync-encode") as pool:
             encoded = list(pool.map(encode, version.delta.blocks))
         ready = time.perf_counter()
-        manifest = self._writer.commit(
-            list(_updates(version.delta, encoded)),
-            state_root=version.delta.state_root,
-            step=version.step,
-            metadata=version.metadata,
-        )
+        with self._turn:
+            before = _tip(self._writer)
+            manifest = self._writer.commit(
+                list(_updates(version.delta, encoded)),
+                state_root=version.delta.state_root,
+                step=version.step,
+                metadata=version.metadata,
+            )
+            pointer, after = self._writer.pointer, _tip(self._writer)
         done = time.perf_counter()
         assert manifest.version == version.version, f"{manifest.version} was written, {version.version} given out"
-        pointer = self._writer.pointer
+        if self._folder is not None:
+            self._folder.published(Layer(before, after, _changed(version.delta, encoded)))
         return Published(
             version=manifest.version,
-            manifest=pointer.manifest,
-            sha256=pointer.sha256,
+            manifest=pointer.manifest.key,
+            sha256=pointer.manifest.sha256,
             bytes=manifest.totals.bytes,
             encode_s=ready - began,
             upload_s=done - ready,
@@ -63,6 +78,19 @@ def encode(block: BlockDelta) -> EncodedBlock:
     encoded = encode_block(spec, block.changes, block.start, count, absent)
     assert encoded.codec != DENSE, f"{spec.name}: {encoded.changed} of {count} elements became a dense block"
     return encoded
+
+
+def _tip(writer: LogWriter) -> End:
+    return End(writer.tip.version, writer.tip.state_root, writer.pointer.manifest)
+
+
+def _changed(delta: Delta, encoded: list[EncodedBlock]) -> dict[str, Changed]:
+    """What `folder` composes: with the steps of blocks that went into the log as values."""
+    found: dict[str, list[Held]] = {}
+    for block, code in zip(delta.blocks, encoded, strict=True):
+        held = hold(block.spec, block.start, block.count, code, block.changes)
+        found.setdefault(block.spec.name, []).append(held)
+    return {spec.name: Changed(spec, delta.after[spec], found[spec.name]) for spec in delta.after}
 
 
 def _updates(delta: Delta, encoded: list[EncodedBlock]) -> Iterator[TensorUpdate]:

@@ -18,14 +18,16 @@ import torch
 
 from vllm_delta_sync.errors import BaseMismatch, ConfigError, LogError, NotFound, StateHashMismatch
 from vllm_delta_sync.log import DeltaLog, LogWriter
-from vllm_delta_sync.log.materialize import base_directory
+from vllm_delta_sync.log.base import base_directory
+from vllm_delta_sync.log.materialize import reconstructed
 from vllm_delta_sync.store import Store
 from vllm_delta_sync.trainer import base as bases
 from vllm_delta_sync.trainer import source
 from vllm_delta_sync.trainer.snapshot import Snapshot
 from vllm_delta_sync.wire import state_hash
-from vllm_delta_sync.wire.checkpoint import open_checkpoint, write_checkpoint
+from vllm_delta_sync.wire.checkpoint import config_files, open_checkpoint, write_checkpoint
 from vllm_delta_sync.wire.manifest import Manifest
+from vllm_delta_sync.wire.tensors import TensorSpec
 
 logger = logging.getLogger(__name__)
 
@@ -39,6 +41,7 @@ class Lineage:
     writer: LogWriter
     snapshot: Snapshot  # the state at the writer's tip
     aliases: Mapping[str, str]  # tied name → its name in the base
+    files: Mapping[str, bytes]  # config, tokenizer and the like, by file name, for a checkpoint of any version
 
 
 def read_base(base: GivenBase, dtype: torch.dtype | None, model_id: str | None, revision: str | None) -> bases.Base:
@@ -61,16 +64,18 @@ def begin_run(store: Store, base: bases.Base, anchor: str, threads: int) -> Line
     with tempfile.TemporaryDirectory(prefix="vllm-delta-sync-") as directory:
         files = _write_anchor(Path(directory), base) if upload else []
         writer = LogWriter.create(store, snapshot.lanes, base=base.ref, anchor=files)
-    return Lineage(writer, snapshot, base.aliases)
+    return Lineage(writer, snapshot, base.aliases, base.files)
 
 
 def continue_run(log: DeltaLog, base: GivenBase | None, dtype: torch.dtype | None, threads: int) -> Lineage:
     """Rebuild the tip of a run from a base and the chain, each version proven by its state hash.
 
-    Raises BaseMismatch when nothing at hand is the base, LogError when the chain is damaged.
+    Where nothing at hand is the base, an anchor is what it begins with.
+
+    Raises BaseMismatch when there is no anchor either, LogError when the chain is damaged.
     """
     writer = LogWriter.attach(log)
-    first = log.chain(-1, writer.tip)[0]
+    first = log.base(writer.pointer)
     if base is not None and not isinstance(base, torch.nn.Module | Mapping | str | os.PathLike):
         base = dict(base)  # pairs can be read only once
     refused: list[str] = []
@@ -87,10 +92,16 @@ def continue_run(log: DeltaLog, base: GivenBase | None, dtype: torch.dtype | Non
             except BaseMismatch as error:
                 refused.append(str(error))
                 continue
+            files = _files(base, found)
             snapshot = Snapshot({name: (spec, _own(bits)) for name, (spec, bits) in tensors.items()}, threads)
         if state_hash.state_root(snapshot.lanes) != writer.tip.state_root:
             raise StateHashMismatch(f"{log.store.uri}: rebuilding version {writer.tip.version} gave another state")
-        return Lineage(writer, snapshot, _aliases(base, snapshot))
+        return Lineage(writer, snapshot, _aliases(base, snapshot), files)
+    if log.catalog(writer.pointer).anchors:
+        with reconstructed(log, writer.tip.version) as (replica, beginning):
+            files = _files(base, beginning)
+            snapshot = Snapshot({name: (spec, _own(bits)) for name, (spec, bits) in replica.tensors.items()}, threads)
+        return Lineage(writer, snapshot, _aliases(base, snapshot), files)
     raise BaseMismatch(
         f"{log.store.uri}: nothing at hand is the base of this run ({'; '.join(refused) or 'none was given'}); give "
         "its checkpoint as base=, or begin a new run without resume"
@@ -123,6 +134,13 @@ def _aliases(base: GivenBase | None, snapshot: Snapshot) -> dict[str, str]:
         return {}
     _, aliases = source.untie(source.state_of(base))
     return {name: owner for name, owner in aliases.items() if owner in snapshot.specs}
+
+
+def _files(base: GivenBase | None, found: Path | Mapping[str, tuple[TensorSpec, source.Bits]]) -> dict[str, bytes]:
+    if isinstance(found, Path):
+        return {path.name: path.read_bytes() for path in config_files(found)}
+    assert base is not None and not isinstance(base, str | os.PathLike), "tensors in memory are those of the base given"
+    return bases.config_of(base, dict(found))
 
 
 def _own(bits: source.Bits) -> source.Bits:

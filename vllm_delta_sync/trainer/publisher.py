@@ -18,7 +18,9 @@ from typing import Literal, Self
 import torch
 
 from vllm_delta_sync.errors import ConfigError, DeltaSyncError, NotFound, PublishError, RivalWriter, UnsettledWrite
-from vllm_delta_sync.log import DeltaLog
+from vllm_delta_sync.log import AnchorPolicy, DeltaLog, FoldSchedule
+from vllm_delta_sync.log.folder import Anchorage, Folder
+from vllm_delta_sync.log.schedule import ANCHORS, FOLDS
 from vllm_delta_sync.store import Store, open_store
 from vllm_delta_sync.trainer import lineage, source
 from vllm_delta_sync.trainer.encode import Encoder
@@ -38,12 +40,22 @@ class Publisher:
     dtypes, and the changes of the versions in flight.
     """
 
-    def __init__(self, at: lineage.Lineage, *, max_in_flight: int, threads: int) -> None:
+    def __init__(
+        self,
+        at: lineage.Lineage,
+        *,
+        max_in_flight: int,
+        threads: int,
+        folds: FoldSchedule | None,
+        anchors: AnchorPolicy | None,
+    ) -> None:
         self._writer = at.writer
         self._snapshot = at.snapshot
         self._aliases = at.aliases
         self._version = at.writer.tip.version  # the last one given out
-        self._pipeline = Pipeline(Encoder(at.writer, threads).write, max_in_flight)
+        turn = threading.Lock()
+        self._folder = _folder(at, turn, folds, anchors, threads)
+        self._pipeline = Pipeline(Encoder(at.writer, threads, turn, self._folder).write, max_in_flight)
         self._calls = threading.RLock()
         self._closed: DeltaSyncError | None = None
 
@@ -60,6 +72,8 @@ class Publisher:
         anchor: Literal["auto", "always", "never"] = "auto",
         max_in_flight: int = 2,
         threads: int | None = None,
+        folds: FoldSchedule | None = FOLDS,
+        anchors: AnchorPolicy | None = ANCHORS,
     ) -> Publisher:
         """Begin a run with `base` as version 0, or continue the current one.
 
@@ -78,6 +92,8 @@ class Publisher:
             anchor: whether the base itself is uploaded: `auto` where no checkpoint is known to be the same.
             max_in_flight: versions on their way before publish() blocks; each holds about 8 bytes per changed element.
             threads: for comparing and encoding; at most 8 by default.
+            folds: which folds to write behind the versions, so that whoever is behind catches up cheaply; None: none.
+            anchors: when to write a full checkpoint behind them, for whoever comes late or comes back; None: never.
 
         Raises:
             ConfigError: an argument is out of range, or the base cannot be read.
@@ -97,7 +113,7 @@ class Publisher:
                 pass  # a first start, or one that ended before version 0 was complete
             else:
                 continued = lineage.continue_run(log, base, dtype, workers)
-                return cls(continued, max_in_flight=max_in_flight, threads=workers)
+                return cls(continued, max_in_flight=max_in_flight, threads=workers, folds=folds, anchors=anchors)
         if base is None:
             raise ConfigError(f"{store.uri} holds no run to resume; give base= to begin one")
         begun = lineage.begin_run(store, lineage.read_base(base, dtype, model_id, revision), anchor, workers)
@@ -108,7 +124,7 @@ class Publisher:
                 store.uri,
                 begun.writer.log.run,
             )
-        return cls(begun, max_in_flight=max_in_flight, threads=workers)
+        return cls(begun, max_in_flight=max_in_flight, threads=workers, folds=folds, anchors=anchors)
 
     @property
     def run(self) -> str:
@@ -168,15 +184,20 @@ class Publisher:
             self._settle()
 
     def close(self) -> None:
-        """Wait until every version is durable, and end. Raises as `publish` does, once; closing again does nothing."""
+        """Wait until every version is durable and the folds that are due are written, and end.
+
+        Raises as `publish` does, once; closing again does nothing. What becomes of folds and anchors is only logged.
+        """
         with self._call():
             if self._closed is not None:
                 return
+            all_durable = False
             try:
                 self._pipeline.wait_until_done()
                 self._settle()
+                all_durable = True
             finally:
-                self._end(PublishError("this publisher is closed; open another one with resume=True"))
+                self._end(PublishError("this publisher is closed; open another one with resume=True"), all_durable)
 
     def __enter__(self) -> Self:
         return self
@@ -222,10 +243,12 @@ class Publisher:
         if self._closed is not None:
             raise self._closed
 
-    def _end(self, why: DeltaSyncError) -> None:
+    def _end(self, why: DeltaSyncError, finish_folds: bool = False) -> None:
         if self._closed is None:
             self._closed = why
             self._pipeline.stop()
+            if self._folder is not None:
+                self._folder.close(finish=finish_folds)
 
     def _settle(self) -> None:
         """After a failure: take back the versions in flight, newest first, and raise what happened."""
@@ -242,6 +265,18 @@ class Publisher:
             self._end(failure.error)
             raise failure.error
         raise _unwound(failure) from failure.error
+
+
+def _folder(
+    at: lineage.Lineage, turn: threading.Lock, folds: FoldSchedule | None, anchors: AnchorPolicy | None, threads: int
+) -> Folder | None:
+    if folds is None and anchors is None:
+        return None
+    anchorage = None
+    if anchors is not None:
+        full = sum(spec.nbytes for spec in at.snapshot.specs.values())
+        anchorage = Anchorage(anchors, full, lambda: at.snapshot.freeze(at.files))
+    return Folder(at.writer, folds, anchorage, turn, threads=max(1, threads // 2))
 
 
 def _unwound(failure: Failure) -> PublishError:

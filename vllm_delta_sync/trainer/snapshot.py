@@ -5,9 +5,11 @@ Does not encode or send anything; does not know versions' numbers.
 
 from __future__ import annotations
 
+import threading
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import numpy as np
@@ -16,6 +18,7 @@ import torch
 from vllm_delta_sync import native
 from vllm_delta_sync.errors import BaseMismatch
 from vllm_delta_sync.trainer import source
+from vllm_delta_sync.trainer.frozen import FrozenState
 from vllm_delta_sync.wire import state_hash
 from vllm_delta_sync.wire.tensors import TensorSpec, split_blocks
 
@@ -61,7 +64,7 @@ def dense_may_win(changed: int, count: int, width: int) -> bool:
 class Snapshot:
     """The bits and the state hash of every tensor of the base, as last published.
 
-    Holds one copy of the model in the base's dtypes. Not thread-safe: one caller at a time.
+    Holds one copy of the model in the base's dtypes. Not thread-safe but for `freeze`: one caller at a time.
 
     Args:
         tensors: name → (spec, bits uW[numel]); the bits are kept and written to, so they must be nobody else's.
@@ -73,6 +76,8 @@ class Snapshot:
         self._specs = {name: spec for name, (spec, _) in tensors.items()}
         self._threads = threads
         self._scratch = source.Scratch()
+        self._moving = threading.Lock()  # held while bits and lanes change, for `freeze` may be called from elsewhere
+        self._frozen: list[FrozenState] = []
         with ThreadPoolExecutor(threads, "delta-sync-hash") as pool:
             lanes = pool.map(lambda name: state_hash.of_tensor(self._specs[name], self._bits[name]), self._bits)
             self._lanes = dict(zip(self._specs.values(), lanes, strict=True))
@@ -103,6 +108,13 @@ class Snapshot:
         Raises BaseMismatch when a tensor is missing, has another shape or a dtype that cannot be cast, or comes again
         with other content. After that and any other exception the snapshot is what it was.
         """
+        with self._moving:
+            delta = self._advance(weights)
+            for frozen in self._frozen:
+                frozen.moved_on(delta)
+            return delta
+
+    def _advance(self, weights: Iterable[tuple[str, torch.Tensor]]) -> Delta:
         found: list[BlockDelta] = []  # by the workers, who append a block in the moment they have moved it on
         before: dict[TensorSpec, state_hash.Lanes] = {}
         try:
@@ -178,8 +190,27 @@ class Snapshot:
 
     def undo(self, delta: Delta) -> None:
         """Take back the newest version that was not taken back yet. Doing it twice does no harm."""
-        self._restore(delta.blocks)
-        self._lanes.update(delta.before)
+        with self._moving:
+            self._restore(delta.blocks)
+            self._lanes.update(delta.before)
+            for frozen in self._frozen:
+                frozen.moved_back(delta)
+
+    @contextmanager
+    def freeze(self, files: Mapping[str, bytes]) -> Iterator[FrozenState]:
+        """The state as it is now, to be read while the snapshot moves on. May be called from any thread.
+
+        Args:
+            files: configuration, tokenizer and the like that belong to the model, by file name.
+        """
+        with self._moving:
+            frozen = FrozenState(self._bits, self._lanes, self._moving, files)
+            self._frozen.append(frozen)
+        try:
+            yield frozen
+        finally:
+            with self._moving:
+                self._frozen.remove(frozen)
 
     def _restore(self, blocks: Iterable[BlockDelta]) -> None:
         for block in blocks:

@@ -1,0 +1,217 @@
+"""Behind its versions a publisher writes folds and anchors, and none of it gets in the way of publishing."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+
+import pytest
+import tiny_training
+import torch
+from safetensors.torch import save_file
+from tiny_training import Training, TroubledStore
+
+from vllm_delta_sync.log import AnchorPolicy, DeltaLog, FoldSchedule
+from vllm_delta_sync.log import verify as checks
+from vllm_delta_sync.log.anchors import fetch
+from vllm_delta_sync.log.replica import Replica
+from vllm_delta_sync.log.schedule import FOLDS
+from vllm_delta_sync.store import open_store
+from vllm_delta_sync.trainer import Publisher, source
+from vllm_delta_sync.trainer import base as bases
+from vllm_delta_sync.trainer.snapshot import Delta, Snapshot
+from vllm_delta_sync.wire import state_hash
+from vllm_delta_sync.wire.checkpoint import open_checkpoint
+
+SCHEDULE = FoldSchedule(levels=3, reach=8, stride=3)
+
+
+def published(store: object, training: Training, versions: int, **options: object) -> list[tiny_training.State]:
+    """Publish that many versions; returns the state at each, version 0 first."""
+    states = [training.state()]
+    with Publisher.open(store, training.model, anchors=None, folds=SCHEDULE, **options) as publisher:  # type: ignore[arg-type]
+        for _ in range(versions):
+            training.step()
+            publisher.publish(training.model)
+            states.append(training.state())
+    return states
+
+
+def bytes_of(replica: Replica) -> tiny_training.State:
+    return {name: bits.tobytes() for name, (_, bits) in replica.tensors.items()}
+
+
+def test_a_publisher_writes_the_folds_of_its_schedule_and_each_leads_to_its_version(tmp_path: Path) -> None:
+    states = published(str(tmp_path), Training(), 9)
+    log = DeltaLog.open(str(tmp_path))
+    folds = {(fold.source, fold.to): fold for fold in log.catalog().folds}
+    assert set(folds) == {(to - length, to) for to in range(1, 10) for length in SCHEDULE.lengths(to)}
+    for start in range(9):
+        replica = Replica(log)
+        replica.go_to(log.latest(), start)
+        replica.go_to(log.latest(), 9)
+        assert bytes_of(replica) == states[9]
+    assert checks.verify(log).faults == ()
+
+
+def test_a_resumed_publisher_folds_versions_that_it_has_to_read_back(tmp_path: Path) -> None:
+    training = Training()
+    published(str(tmp_path), training, 5)
+    states = published(str(tmp_path), training, 3, resume=True)
+    log = DeltaLog.open(str(tmp_path))
+    assert {(0, 8), (4, 8), (6, 8)} <= {(fold.source, fold.to) for fold in log.catalog().folds}
+    replica = Replica(log)
+    replica.follow(log.latest())
+    assert replica.route.next_hop(log.latest(), log.latest().base, 0, 8).kind == "fold"  # type: ignore[union-attr]
+    assert bytes_of(replica) == states[-1]
+
+
+def test_a_fold_that_fails_is_logged_and_the_next_ones_do_without_it(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    store = TroubledStore(open_store(str(tmp_path)))
+    store.fail = lambda key: "folds/" in key and f"{2:020d}-{4:020d}" in key
+    with caplog.at_level(logging.WARNING):
+        states = published(store, Training(), 8)
+    assert "no fold from version 2 to 4" in caplog.text
+    log = DeltaLog.open(str(tmp_path))
+    folds = {(fold.source, fold.to) for fold in log.catalog().folds}
+    assert (2, 4) not in folds
+    assert {(0, 4), (0, 8)} <= folds
+    assert tiny_training.logged(open_store(str(tmp_path))) == states[-1]
+
+
+def test_a_catalog_that_cannot_be_written_keeps_no_version_back(tmp_path: Path) -> None:
+    store = TroubledStore(open_store(str(tmp_path)))
+    store.fail = lambda key: "catalogs/" in key
+    states = published(store, Training(), 4)
+    log = DeltaLog.open(str(tmp_path))
+    assert log.latest().catalog is None
+    assert tiny_training.logged(open_store(str(tmp_path))) == states[-1]
+
+
+def test_without_a_schedule_nothing_is_folded(tmp_path: Path) -> None:
+    training = Training()
+    with Publisher.open(str(tmp_path), training.model, folds=None, anchors=None) as publisher:
+        for _ in range(4):
+            training.step()
+            publisher.publish(training.model)
+    assert DeltaLog.open(str(tmp_path)).latest().catalog is None
+
+
+def test_a_look_that_finds_the_fold_from_the_base_cheap_keeps_that_fold(tmp_path: Path) -> None:
+    training = Training()
+    policy = AnchorPolicy(share=1.0, every=3)
+    with Publisher.open(str(tmp_path), training.model, folds=None, anchors=policy) as publisher:
+        for _ in range(7):
+            training.step()
+            publisher.publish(training.model)
+    catalog = DeltaLog.open(str(tmp_path)).catalog()
+    assert {(fold.source, fold.to) for fold in catalog.folds} == {(0, 3), (0, 6)}
+    assert catalog.anchors == ()
+
+
+def test_an_anchor_is_written_when_the_fold_from_the_base_is_dear_and_is_loadable(tmp_path: Path) -> None:
+    training = Training()
+    states = [training.state()]
+    policy = AnchorPolicy(share=1e-6, every=3)
+    with Publisher.open(str(tmp_path), training.model, folds=FOLDS, anchors=policy, max_in_flight=1) as publisher:
+        for _ in range(7):
+            training.step()
+            publisher.publish(training.model).result(20)
+            states.append(training.state())
+    log = DeltaLog.open(str(tmp_path))
+    anchors = log.catalog().anchors
+    assert 1 <= len(anchors) <= 2
+    for number, anchor in enumerate(anchors):
+        directory = tmp_path / f"anchor-{number}"
+        directory.mkdir()
+        fetch(log.store, anchor.checkpoint, directory)
+        found = {name: bits.tobytes() for name, (_, bits) in open_checkpoint(directory).items()}
+        assert found == states[anchor.version]
+        assert len(log.states(anchor.table, anchor.state_root).tensors) == len(found)
+    assert checks.verify(log).faults == ()
+
+
+def test_a_frozen_state_stays_while_the_snapshot_moves_on_and_back() -> None:
+    training = Training()
+    base = bases.from_weights(training.model, torch.bfloat16, None, None)
+    snapshot = Snapshot(base.tensors, 1)
+    names = [*snapshot.specs]
+
+    def moved() -> Delta:
+        training.step()
+        return snapshot.advance(source.pair_up(training.model, names, base.aliases))
+
+    moved()
+    expected = {name: bits.tobytes() for name, (_, bits) in snapshot.tensors.items()}
+    with snapshot.freeze({}) as frozen:
+        root = state_hash.state_root(snapshot.lanes)
+        for undo in (False, True, False):
+            delta = moved()
+            assert {spec.name: frozen.read(spec).tobytes() for spec in frozen.lanes} == expected
+            if undo:
+                snapshot.undo(delta)
+                assert {spec.name: frozen.read(spec).tobytes() for spec in frozen.lanes} == expected
+        assert frozen.state_root == root
+        assert not frozen.lost
+
+
+def test_a_frozen_state_whose_version_is_taken_back_says_so() -> None:
+    training = Training()
+    base = bases.from_weights(training.model, torch.bfloat16, None, None)
+    snapshot = Snapshot(base.tensors, 1)
+    training.step()
+    delta = snapshot.advance(source.pair_up(training.model, [*snapshot.specs], base.aliases))
+    with snapshot.freeze({}) as frozen:
+        snapshot.undo(delta)
+        assert frozen.lost
+
+
+def test_an_anchor_of_a_resumed_run_loads_as_the_model_that_was_published(tmp_path: Path) -> None:
+    from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
+
+    config = LlamaConfig(
+        hidden_size=32, intermediate_size=48, num_hidden_layers=1, num_attention_heads=2, num_key_value_heads=1,
+        vocab_size=64, tie_word_embeddings=True,
+    )  # fmt: skip
+    model = LlamaForCausalLM(config).bfloat16()
+    model.save_pretrained(tmp_path / "base")
+    bucket = str(tmp_path / "bucket")
+    Publisher.open(bucket, tmp_path / "base", folds=None, anchors=None).close()
+    with torch.no_grad():
+        model.model.norm.weight += 0.5
+        model.model.embed_tokens.weight[3] = 0
+    with Publisher.open(bucket, resume=True, folds=None, anchors=AnchorPolicy(share=1e-9, every=1)) as publisher:
+        publisher.publish(model)
+    log = DeltaLog.open(bucket)
+    (anchor,) = log.catalog().anchors
+    (tmp_path / "anchor").mkdir()
+    fetch(log.store, anchor.checkpoint, tmp_path / "anchor")
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "anchor")
+    assert loaded.dtype == torch.bfloat16
+    for name, tensor in model.state_dict().items():
+        assert torch.equal(loaded.state_dict()[name], tensor), name
+
+
+def test_a_run_whose_base_is_gone_is_resumed_from_its_anchor(tmp_path: Path) -> None:
+    training = Training()
+    state = {name: tensor for name, tensor in training.model.state_dict().items() if name != "head.weight"}
+    weights = {name: tensor.bfloat16() if tensor.is_floating_point() else tensor for name, tensor in state.items()}
+    (tmp_path / "base").mkdir()
+    save_file(weights, tmp_path / "base" / "model.safetensors")
+    (tmp_path / "base" / "config.json").write_text('{"model_type": "tiny"}')
+    bucket = str(tmp_path / "bucket")
+    with Publisher.open(bucket, tmp_path / "base", folds=None, anchors=AnchorPolicy(1e-9, every=1)) as publisher:
+        training.step()
+        publisher.publish({name: tensor for name, tensor in training.model.state_dict().items() if name in weights})
+    (tmp_path / "base").rename(tmp_path / "elsewhere")
+    with Publisher.open(bucket, resume=True, folds=None, anchors=AnchorPolicy(1e-9, every=1)) as publisher:
+        assert publisher.version == 1
+        training.step()
+        publisher.publish({name: tensor for name, tensor in training.model.state_dict().items() if name in weights})
+    log = DeltaLog.open(bucket)
+    assert tiny_training.logged(open_store(bucket), base=tmp_path / "elsewhere") == training.state()
+    (tmp_path / "anchor").mkdir()
+    fetch(log.store, log.catalog().anchors[-1].checkpoint, tmp_path / "anchor")
+    assert (tmp_path / "anchor" / "config.json").read_text() == '{"model_type": "tiny"}'
