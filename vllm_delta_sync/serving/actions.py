@@ -30,7 +30,7 @@ class Trace:
 
 @dataclass(frozen=True)
 class Adopt:
-    """On the engine thread: what is served from now on is `version` of `run`, which the server was loaded with."""
+    """On the engine thread: what is served is known from now on as `version` of `run`."""
 
     run: str
     version: int
@@ -38,8 +38,9 @@ class Adopt:
 
 @dataclass(frozen=True)
 class Commit:
-    """On the engine thread, between two steps: scatter `version` on every rank, or on none."""
+    """On the engine thread, between two steps: scatter `version` of `run` on every rank, or on none."""
 
+    run: str
     version: int
 
 

@@ -1,8 +1,8 @@
-"""A rank's background threads: carry out the controller's commands, and on the leader watch the bucket.
+"""A rank's background threads: one hears the controller's commands, and on the leader one watches the bucket.
 
-Holds no weights and decides nothing. Runs on cores that do not compute tokens when there are any, and always at the
-priority of the threads that do: at a lower one it would be put aside while it holds Python's lock, and they would wait
-all the longer. What goes wrong becomes a message.
+Holds no weights, decides nothing and carries nothing out (`commands` does). Runs on cores that do not compute tokens
+when there are any, and always at the priority of the threads that do: at a lower one it would be put aside while it
+holds Python's lock, and they would wait all the longer.
 """
 
 from __future__ import annotations
@@ -10,20 +10,22 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Callable, Iterable
-from dataclasses import replace
 from functools import partial
 
 from vllm_delta_sync.config import DeltaSyncConfig
-from vllm_delta_sync.errors import DeltaSyncError, MalformedObject, UnsupportedEngine
+from vllm_delta_sync.errors import MalformedObject, UnsupportedEngine
 from vllm_delta_sync.log import DeltaLog
 from vllm_delta_sync.serving import cores
 from vllm_delta_sync.serving import messages as msg
 from vllm_delta_sync.serving.channel import Spoke
+from vllm_delta_sync.serving.commands import Commands
 from vllm_delta_sync.serving.controller import LEADER
 from vllm_delta_sync.serving.follower import Follower
-from vllm_delta_sync.serving.locate import locate
 from vllm_delta_sync.serving.messages import Message
 from vllm_delta_sync.serving.rank import Rank
+from vllm_delta_sync.store import open_store
+
+LOOK_MARGIN_S = 5.0  # a look is given up when the store has missed its own deadline by as much
 
 logger = logging.getLogger("vllm.delta_sync")
 
@@ -41,6 +43,8 @@ class Agent:
         self._rank = rank
         self._config = config
         self._cores = frozenset(spare) or cores.of_this_process()
+        self._store = open_store(config.store, timeout_s=config.store_timeout_s)
+        self._commands = Commands(rank, lambda run: DeltaLog.open(self._store, run=run))
         self._spoke = Spoke(address, authkey, rank.number)
         self._follower: Follower | None = None
 
@@ -50,10 +54,11 @@ class Agent:
         if self._rank.number == LEADER:
             config = self._config
             self._follower = Follower(
-                lambda: DeltaLog.open(config.store.uri, run=config.run),
+                lambda: DeltaLog.open(self._store, run=config.run),
                 self._spoke.send,
                 config.poll_interval_s,
                 must_exist=config.run is not None,
+                deadline_s=config.store_timeout_s + LOOK_MARGIN_S,
             )
             self._in_background(self._follower.run, "delta-sync-follower")
 
@@ -76,40 +81,9 @@ class Agent:
                 self._answer(command)
 
     def _answer(self, command: Message) -> None:
-        version = command.ref.version if isinstance(command, msg.Stage) else None
-        reply: Message | None
-        try:
-            reply = self._carry_out(command)
-        except DeltaSyncError as error:
-            reply = msg.Failed(command.kind, version, error.cause, str(error))
-        except Exception as error:  # a defect: the server serves on, and says what happened
-            logger.exception("delta-sync: %s failed", command.kind)
-            reply = msg.Failed(command.kind, version, "internal", f"{type(error).__name__}: {error}")
+        reply = self._commands.answer(command)
         if reply is not None:
-            self._spoke.send(replace(reply, attempt=command.attempt))
-
-    def _carry_out(self, command: Message) -> Message | None:
-        rank = self._rank
-        match command:
-            case msg.LoadBase(run, base):
-                rank.load_base(DeltaLog.open(self._config.store.uri, run=run), base)
-                return msg.BaseLoaded()
-            case msg.Prove():
-                return rank.prove()
-            case msg.Locate(refs, lanes, skip):
-                assert rank.log is not None and rank.base is not None
-                return locate(rank.log, rank.base, refs, lanes, skip)
-            case msg.Joined(ref):
-                rank.join(ref)
-                return msg.Holding(ref.version)
-            case msg.Stage(ref):
-                return rank.stage(ref)
-            case msg.Audit(number):
-                return rank.audit(number)
-            case msg.Drop():
-                rank.drop()
-                return None
-        raise UnsupportedEngine(f"rank {rank.number} was told {command.kind!r}, which this release does not know")
+            self._spoke.send(reply)
 
     def _in_background(self, work: Callable[[], None], name: str) -> None:
         def run() -> None:

@@ -38,8 +38,8 @@ class EngineWork:
         self._config = config
         self.kernel: dict[str, str] = {}
         self.salt: str | None = None  # names the weights that serve; None until they are known
-        self._run = ""
-        self._failed_commits = 0
+        self._highest = ("", -1)  # run and the highest version that requests were ever named after in it
+        self._again = 0
         self._labels: deque[tuple[int, str]] = deque()  # (batches in flight that still belong to the one before, label)
         self._encoder_stale = False
 
@@ -57,13 +57,12 @@ class EngineWork:
         logger.info("delta-sync: kernel %s (%s)", *self.kernel.values())
         return Traced(attempt, tuple(results[0]["specs"]), tuple(result["layout"] for result in results))
 
-    def commit(self, version: int) -> Event:
+    def commit(self, run: str, version: int) -> Event:
         """Every rank or none. Queued behind the batches in flight, and before the next."""
         begin = time.perf_counter()
         before = self.salt
-        # From here on, so that no request that comes in meanwhile is given blocks of the weights that go. After a
-        # failed attempt some requests carry the name of weights that never served: it is not used again.
-        self.salt = f"{self._run}:{version}" + (f"~{self._failed_commits}" if self._failed_commits else "")
+        # From here on, so that no request that comes in meanwhile is given blocks of the weights that go.
+        self.salt = self._fresh_salt(run, version)
         # Batches in flight come first, and may take as long as they like.
         timeout = None if getattr(self._core, "batch_queue", None) else self._config.commit_timeout_s
         try:
@@ -71,7 +70,7 @@ class EngineWork:
         except Poisoned as error:
             return Committed(version, time.perf_counter() - begin, (error.cause, str(error)), trusted=False)
         except DeltaSyncError as error:
-            self.salt, self._failed_commits = before, self._failed_commits + 1
+            self.salt = before
             trusted = self._roll_back(version)
             return Committed(version, time.perf_counter() - begin, (error.cause, str(error)), trusted)
         self._set_label(str(version))
@@ -79,9 +78,20 @@ class EngineWork:
         return Committed(version, time.perf_counter() - begin)
 
     def adopt(self, run: str, version: int) -> None:
-        """Label outputs with the version that the server was loaded with."""
-        self._run, self.salt = run, f"{run}:{version}"
+        """Label outputs with the version that the weights served are known to be."""
+        self.salt = self._fresh_salt(run, version)
         self._set_label(str(version))
+
+    def _fresh_salt(self, run: str, version: int) -> str:
+        """A name for weights that no request carried before.
+
+        Not after a commit that failed, for its name stood for weights that never served; and not when a version comes
+        back (a pin, its end, an older run), for a request that ran through a commit left blocks computed by both.
+        """
+        again = version <= self._highest[1] if run == self._highest[0] else self._highest[0] != ""
+        self._again += again
+        self._highest = (run, max(version, self._highest[1]) if run == self._highest[0] else version)
+        return f"{run}:{version}" + (f"~{self._again}" if self._again else "")
 
     def stop(self, text: str) -> NoReturn:
         """End the engine, and with it the server."""

@@ -6,11 +6,11 @@ table. Whatever is given up gets a new attempt number, and answers that carry an
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import replace
 
 from vllm_delta_sync import errors
 from vllm_delta_sync.errors import DeltaSyncError
+from vllm_delta_sync.serving import course
 from vllm_delta_sync.serving import messages as msg
 from vllm_delta_sync.serving.actions import (
     Action,
@@ -25,10 +25,13 @@ from vllm_delta_sync.serving.actions import (
     Trace,
     Traced,
 )
-from vllm_delta_sync.serving.coverage import cover
-from vllm_delta_sync.serving.messages import Message, Ref
-from vllm_delta_sync.serving.proof import Proof
-from vllm_delta_sync.serving.state import AuditRecord, CommitRecord, Phase, Status
+from vllm_delta_sync.serving.audits import Audits
+from vllm_delta_sync.serving.joining import Joining
+from vllm_delta_sync.serving.messages import Message, Place
+from vllm_delta_sync.serving.proof import some
+from vllm_delta_sync.serving.state import CommitRecord, Phase, Status
+from vllm_delta_sync.wire.hop import Hop
+from vllm_delta_sync.wire.manifest import LatestPointer
 
 FIRST_RETRY_S = 1.0
 LAST_RETRY_S = 60.0
@@ -36,7 +39,13 @@ LEADER = 0
 
 # Trying again cannot help.
 _FINAL = (errors.BaseMismatch.cause, errors.UnmappedTensor.cause, errors.UnsupportedLayout.cause)
-_NUMBERED = (msg.BaseLoaded, msg.Proved, msg.Located, msg.Holding, msg.Staged, msg.Failed, Traced, EngineFailed)
+# Other objects may lead to the same version.
+_DAMAGED = (
+    errors.NotFound.cause, errors.MalformedObject.cause, errors.DigestMismatch.cause, errors.StateHashMismatch.cause,
+)  # fmt: skip
+_NUMBERED = (
+    msg.BaseLoaded, msg.Proved, msg.Located, msg.Holding, msg.Planned, msg.Staged, msg.Failed, Traced, EngineFailed,
+)  # fmt: skip
 
 
 class Controller:
@@ -52,17 +61,20 @@ class Controller:
     def __init__(self, ranks: int, *, ignore_unmapped: bool, stop_on_error: bool, audit_every: int) -> None:
         self.status = Status()
         self._ranks = ranks
-        self._ignore_unmapped = ignore_unmapped
         self._stop_on_error = stop_on_error
-        self._audit_every = audit_every
-        self._refs: dict[int, Ref] = {}
+        self._audits = Audits(ranks, audit_every)
+        self._pointer: LatestPointer | None = None  # what LATEST says
+        self._joining = Joining(ignore_unmapped=ignore_unmapped)
+        self._run: str | None = None  # whose books the ranks keep
+        self._place: Place | None = None  # the version of that run that they hold; None: weights of no version
+        self._planned_by: LatestPointer | None = None
+        self._hop: Hop | None = None
+        self._damaged: Hop | None = None  # what could not be read of it, so that another way is to be looked for
         self._replies: dict[int, Message] = {}
         self._attempt = 0
-        self._proof: Proof | None = None
         self._retry_at: float | None = None
         self._retry_s = FIRST_RETRY_S
-        self._auditing = False
-        self._audit_replies: dict[int, msg.Audited] = {}
+        self._stuck = False  # there was no way to the goal
 
     # --- entry -------------------------------------------------------------------------------------------------------
     def handle(self, event: Event, now: float, rank: int = LEADER) -> list[Action]:
@@ -80,37 +92,42 @@ class Controller:
     def _dispatch(self, event: Event, now: float, rank: int) -> list[Action]:
         if self.status.phase in (Phase.HALTED, Phase.POISONED):
             return self._bystand(event, now)
-        if isinstance(event, _NUMBERED) and event.attempt != self._attempt and not _of_audit(event):
+        of_audit = isinstance(event, msg.Failed) and event.command == msg.Audit.kind
+        if isinstance(event, _NUMBERED) and event.attempt != self._attempt and not of_audit:
             return []
         match event:
             case msg.Tip():
-                return self._tip(event)
+                return self._tip(event.pointer)
             case msg.NothingPublished():
                 self.status.empty = True
                 return []
             case msg.PollFailed():
                 return self._note(event.cause, event.text)
             case msg.BaseLoaded():
-                return [Trace(self._attempt)] if self._all(event, rank) else []
+                return self._base_loaded() if self._all(event, rank) else []
             case Traced():
                 return self._traced(event)
             case msg.Proved():
-                return self._proved() if self._all(event, rank) else []
+                if not self._all(event, rank):
+                    return []
+                return [self._command(self._joining.proved(self._replies), LEADER)]
             case msg.Located():
-                return self._located(event)
+                return [self._command(self._joining.located(event))]
             case msg.Holding():
-                return self._joined(event) if self._all(event, rank) else []
+                return self._joined() if self._all(event, rank) else []
+            case msg.Planned():
+                return self._planned(event.hop)
             case msg.Staged():
                 return self._staged() if self._all(event, rank) else []
             case Committed():
                 return self._committed(event, now)
             case EngineFailed():
                 return self._halt(event.cause, event.text)
-            case msg.Failed() if _of_audit(event):
-                self._auditing = False
-                return self._note(event.cause, f"audit on rank {rank}: {event.text}")
+            case msg.Failed() if of_audit:
+                failed = self._audits.failed(event)
+                return self._note(event.cause, f"audit on rank {rank}: {event.text}") if failed else []
             case msg.Failed():
-                return self._refuse(event.cause, f"rank {rank}: {event.text}", now)
+                return self._failed(event, rank, now)
             case msg.Lost():
                 return self._halt("rank_lost", f"rank {rank} left: {event.text}")
             case msg.Audited():
@@ -124,86 +141,94 @@ class Controller:
     def _bystand(self, event: Event, now: float) -> list[Action]:
         """Halted: keep telling how far behind it is, and how a commit under way ended."""
         if isinstance(event, msg.Tip):
-            self.status.latest = event.version
+            self.status.see(event.pointer)
         elif isinstance(event, Committed) and event.error is None:
             self._record(event, now)
         elif isinstance(event, Committed) and not event.trusted:
             return self._poisoned(event)
         return []
 
-    # --- joining -----------------------------------------------------------------------------------------------------
-    def _tip(self, tip: msg.Tip) -> list[Action]:
-        self.status.run, self.status.latest, self.status.empty = tip.run, tip.version, False
-        self._refs.update({ref.version: ref for ref in tip.refs})
-        if self.status.goal is None:
-            self.status.goal = tip.version
-        if self._retry_at is not None:
-            return []
-        if self.status.phase is Phase.WAITING:
-            return self._join()
-        return self._advance() if self.status.phase is Phase.FOLLOWING else []
+    # --- LATEST ------------------------------------------------------------------------------------------------------
+    def _tip(self, new: LatestPointer) -> list[Action]:
+        old, self._pointer = self._pointer, new
+        self.status.see(new)
+        same_run = old if old is not None and old.run == new.run else None
+        odd = course.oddity(same_run, new, self._place if self._run == new.run else None)
+        if odd is not None:
+            self._note(errors.VersionGap.cause, odd)
+        turned = old is not None and (new.run, new.pin) != (old.run, old.pin)
+        if turned or self._stuck:  # what failed is not what is wanted now, or there may be a way now
+            self._retry_at = None
+        return self._proceed()
 
+    def _proceed(self) -> list[Action]:
+        """Begin what is to be done next, unless something is under way or waits to be tried again."""
+        if self._retry_at is not None or self.status.phase not in (Phase.WAITING, Phase.FOLLOWING):
+            return []
+        if self._pointer is None:
+            return []
+        return self._advance() if self._run == self._pointer.run else self._join()
+
+    # --- joining -----------------------------------------------------------------------------------------------------
     def _join(self) -> list[Action]:
-        assert self.status.run is not None
+        assert self._pointer is not None
+        self._audits.void()
         self.status.phase = Phase.JOINING
-        return [self._command(msg.LoadBase(self.status.run, self._refs[0]))]
+        self._run, self._place = None, None
+        return [self._command(self._joining.begin(self._pointer))]
+
+    def _base_loaded(self) -> list[Action]:
+        command = self._joining.base_loaded(self._replies.values())
+        return [Trace(self._attempt) if command is None else self._command(command)]
 
     def _traced(self, event: Traced) -> list[Action]:
-        unsupported = [f"{name}: {why}" for layout in event.layouts for name, why in layout.unsupported]
-        if unsupported:
-            raise errors.UnsupportedLayout(
-                f"{len(unsupported)} tensors cannot be patched in place, first: {unsupported[0]}"
-            )
-        coverage = cover([layout.regions for layout in event.layouts], event.specs)
-        if coverage.unmapped and not self._ignore_unmapped:
-            raise errors.UnmappedTensor(
-                f"the serving model loads {len(coverage.unmapped)} published tensors on no rank: "
-                f"{_some(coverage.unmapped)}; "
-                "set `unmapped: ignore` to serve without them"
-            )
-        self.status.unmapped = coverage.unmapped
-        counts = [len(layout.regions) for layout in event.layouts]
-        self._proof = Proof(coverage, counts, [spec.name for spec in event.specs])
-        return [self._command(msg.Prove())]
+        command = self._joining.traced(event)
+        self.status.unmapped = self._joining.proof.unmapped
+        return [self._command(command)]
 
-    def _proved(self) -> list[Action]:
-        assert self._proof is not None
-        lanes = self._proof.sum(
-            {rank: reply.lanes for rank, reply in self._replies.items() if isinstance(reply, msg.Proved)}
-        )
-        refs = tuple(self._refs[version] for version in sorted(self._refs))
-        return [self._command(msg.Locate(refs, lanes, self._proof.skipped), LEADER)]
-
-    def _located(self, event: msg.Located) -> list[Action]:
-        if event.version is None:
-            raise errors.BaseMismatch(event.text)
-        return [self._command(msg.Joined(self._refs[event.version]))]
-
-    def _joined(self, event: msg.Holding) -> list[Action]:
-        assert self.status.run is not None
-        self.status.served = event.version
+    def _joined(self) -> list[Action]:
+        holding = self._replies[LEADER]
+        assert isinstance(holding, msg.Holding)
+        self._run, self._place = self._joining.run, holding.place
+        if self._place is None:  # what is served stays what it was
+            self._succeed()
+            return self._proceed()
+        self._audits.start_from(self._place.version)
+        self.status.serve(self._run, self._place.version)
         self._succeed()
-        return [Adopt(self.status.run, event.version), *self._advance()]
+        return [Adopt(self._run, self._place.version), *self._proceed()]
 
     # --- following ---------------------------------------------------------------------------------------------------
     def _advance(self) -> list[Action]:
-        assert self.status.served is not None
-        if self.status.latest is None or self.status.served >= self.status.latest:
+        pointer, place = self._pointer, self._place
+        assert pointer is not None
+        if not course.leads_on(pointer, place):
             return []
-        self.status.phase = Phase.STAGING
-        return [self._command(msg.Stage(self._refs[self.status.served + 1]))]
+        self.status.phase, self._planned_by = Phase.PLANNING, pointer
+        failed, self._damaged = self._damaged, None
+        return [self._command(msg.Plan(pointer, place, failed), LEADER)]
+
+    def _planned(self, hop: Hop) -> list[Action]:
+        assert self._planned_by is not None
+        course.check_step(hop, self._planned_by, self._place)
+        self.status.phase, self._hop = Phase.STAGING, hop
+        return [self._command(msg.Stage(hop))]
 
     def _staged(self) -> list[Action]:
-        assert self._proof is not None
+        assert self._hop is not None and self._run is not None
         replies = {r: reply for r, reply in self._replies.items() if isinstance(reply, msg.Staged)}
+        for rank, reply in replies.items():
+            if reply.cache_failure is not None:  # it was fetched all the same
+                self._note(errors.CacheError.cause, f"rank {rank}: {reply.cache_failure}")
         leader = replies[LEADER]
-        self._proof.check_effects(
-            {r: self._proof.dense(r, reply.regions, reply.lanes) for r, reply in replies.items()},
+        proof = self._joining.proof
+        proof.check_effects(
+            {r: proof.dense(r, reply.regions, reply.lanes) for r, reply in replies.items()},
             leader.tensors,
             leader.effects,
         )
         self.status.phase = Phase.COMMITTING
-        return [Commit(leader.version)]
+        return [Commit(self._run, self._hop.to)]
 
     def _committed(self, event: Committed, now: float) -> list[Action]:
         if event.error is not None:
@@ -213,8 +238,7 @@ class Controller:
             return self._poisoned(event)
         self._record(event, now)
         self._succeed()
-        due = self._audit_every and event.version % self._audit_every == 0
-        return [*(self._audit() if due else []), *self._advance()]
+        return [*(self._audit() if self._audits.due(event.version) else []), *self._proceed()]
 
     def _poisoned(self, event: Committed) -> list[Action]:
         assert event.error is not None
@@ -223,71 +247,69 @@ class Controller:
         return self._end(Phase.POISONED, errors.Poisoned.cause, text)
 
     def _succeed(self) -> None:
-        self.status.phase = Phase.FOLLOWING
-        self._retry_at, self._retry_s = None, FIRST_RETRY_S
+        self.status.phase = Phase.WAITING if self.status.served is None else Phase.FOLLOWING
+        self._retry_at, self._retry_s, self._stuck = None, FIRST_RETRY_S, False
 
     def _record(self, event: Committed, now: float) -> None:
-        staged = [reply for reply in self._replies.values() if isinstance(reply, msg.Staged)]
-        leader = self._replies[LEADER]
-        assert isinstance(leader, msg.Staged)
+        hop, run = self._hop, self._run
+        assert hop is not None and run is not None
+        replies = (self._replies[rank] for rank in range(self._ranks))
+        staged = [reply for reply in replies if isinstance(reply, msg.Staged)]
+        source = self._place.version if self._place else None
         self.status.committed += 1
-        self.status.commits.append(
-            CommitRecord(
-                version=event.version,
-                step=leader.step,
-                changed=leader.changed,
-                fetched_bytes=sum(reply.fetched_bytes for reply in staged),
-                fetch_seconds=max(reply.fetch_seconds for reply in staged),
-                stage_seconds=max(reply.stage_seconds for reply in staged),
-                commit_seconds=event.seconds,
-                at=now,
-            )
-        )
-        self.status.served = event.version
-        self._refs.pop(event.version - 1, None)
+        self.status.commits.append(CommitRecord.of(hop, source, staged, event.seconds, now))
+        self._place = Place(hop.to, hop.target, hop.after)
+        self.status.serve(run, hop.to)
 
     # --- audits ------------------------------------------------------------------------------------------------------
     def _audit(self) -> list[Action]:
-        if self.status.served is None or self._auditing:
-            return []
-        self._auditing = True
-        self.status.audits += 1
-        self._audit_replies.clear()
-        return [Send(msg.Audit(self.status.audits))]
+        command = None if self._place is None else self._audits.begin()
+        self.status.audits = self._audits.number
+        return [] if command is None else [Send(command)]
 
     def _audited(self, event: msg.Audited, rank: int) -> list[Action]:
-        self._audit_replies[rank] = event
-        if len(self._audit_replies) < self._ranks:
+        record = self._audits.take(event, rank, self._joining.proof)
+        if record is None:
             return []
-        assert self._proof is not None
-        self._auditing = False
-        replies = self._audit_replies
-        wrong = tuple(sorted({name for reply in replies.values() for name in reply.wrong}))
-        versions = {reply.version for reply in replies.values()}
-        one = versions.pop() if len(versions) == 1 else None
-        lanes = None
-        if one is not None and not wrong:
-            lanes = self._proof.sum({r: reply.lanes for r, reply in replies.items()})
-        seconds = max(reply.seconds for reply in replies.values())
-        self.status.audit = AuditRecord(event.number, one, wrong, lanes, seconds)
-        if wrong:
+        self.status.audit = record
+        if record.wrong:
             return self._halt(
                 "audit",
-                f"{len(wrong)} live tensors are not what was committed, something else writes to them: {_some(wrong)}",
+                f"{len(record.wrong)} live tensors are not what was committed, something else writes to them: "
+                f"{some(record.wrong)}",
             )
         return []
 
     # --- trouble -----------------------------------------------------------------------------------------------------
+    def _failed(self, event: msg.Failed, rank: int, now: float) -> list[Action]:
+        if event.command != msg.Plan.kind or event.cause != errors.VersionGap.cause:
+            actions = self._refuse(event.cause, f"rank {rank}: {event.text}", now)
+            if self._retry_at is not None:
+                self._retry_at = max(self._retry_at, now + event.patience_s)
+            return actions
+        self._stuck = True
+        if self._place is not None:
+            return self._refuse(event.cause, event.text, now)
+        if self.status.served is None:
+            return self._halt(errors.BaseMismatch.cause, self._joining.mismatch)
+        text = f"{self._joining.mismatch}; and {event.text}; still serving run {self.status.served_run}"
+        return self._retry_later(errors.BaseMismatch.cause, text, now)
+
     def _refuse(self, cause: str, text: str, now: float) -> list[Action]:
         """Serve on what is served, and try again later unless trying again cannot help."""
         joining = self.status.phase is Phase.JOINING
         if cause in _FINAL or (joining and cause == errors.StateHashMismatch.cause):
             return self._halt(cause, text)
-        actions = self._note(cause, text)
+        return self._retry_later(cause, text, now)
+
+    def _retry_later(self, cause: str, text: str, now: float) -> list[Action]:
+        self._note(cause, text)
+        if self.status.phase is Phase.STAGING and cause in _DAMAGED:
+            self._damaged = self._hop
         self.status.phase = Phase.WAITING if self.status.served is None else Phase.FOLLOWING
         self._retry_at = now + self._retry_s
         self._retry_s = min(self._retry_s * 2, LAST_RETRY_S)
-        return [*actions, self._command(msg.Drop())]
+        return [self._command(msg.Drop())]
 
     def give_up(self, cause: str, text: str) -> list[Action]:
         """Follow no more; for a defect in what carries the actions out."""
@@ -310,7 +332,7 @@ class Controller:
         if self._retry_at is None or now < self._retry_at:
             return []
         self._retry_at = None
-        return self._join() if self.status.phase is Phase.WAITING else self._advance()
+        return self._proceed()
 
     def _command(self, message: Message, rank: int | None = None) -> Send:
         """Begin a new attempt with this command."""
@@ -321,12 +343,3 @@ class Controller:
     def _all(self, reply: Message, rank: int) -> bool:
         self._replies[rank] = reply
         return len(self._replies) == self._ranks
-
-
-def _of_audit(event: Event) -> bool:
-    return isinstance(event, msg.Failed) and event.command == msg.Audit.kind
-
-
-def _some(names: Sequence[str], most: int = 5) -> str:
-    shown = ", ".join(repr(name) for name in names[:most])
-    return shown if len(names) <= most else f"{shown} and {len(names) - most} more"

@@ -17,6 +17,7 @@ import torch
 from vllm_delta_sync import config as settings
 from vllm_delta_sync import kernels
 from vllm_delta_sync.errors import DeltaSyncError, UnsupportedEngine
+from vllm_delta_sync.log.cache import NodeCache
 from vllm_delta_sync.serving import cores, engine, platform_cpu
 from vllm_delta_sync.serving.agent import Agent
 from vllm_delta_sync.serving.controller import LEADER
@@ -67,7 +68,10 @@ class WorkerExtension:
         rank = int(kwargs.get("rank", 0))
         worker._delta_sync_config = config
         worker._delta_sync_rank = Rank(
-            rank, lambda device: kernels.select(config.kernel, device, threads=config.threads)
+            rank,
+            lambda device: kernels.select(config.kernel, device, threads=config.threads),
+            config.max_staged_bytes,
+            NodeCache(folder, config.cache_bytes) if (folder := config.cache_folder()) else None,
         )
         return worker
 
@@ -100,7 +104,7 @@ class WorkerExtension:
 
     @_told
     def delta_sync_commit(self, version: int) -> dict[str, Any]:
-        """Write the staged version into live memory."""
+        """Write what is staged, the step to `version`, into live memory."""
         return {"elements": self._delta_sync_rank.commit(version)}
 
     @_told

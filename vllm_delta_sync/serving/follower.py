@@ -1,31 +1,70 @@
-"""Watches a bucket for new versions: the leader rank's polling thread.
+"""Watches a bucket for what LATEST says: the leader rank's polling thread.
 
-Never fetches a shard and never decides what to do with a version; it tells what there is. Polling cannot end:
-whatever the store does, it is told and tried again.
+Never fetches more than LATEST and RUN, and never decides what to do about them. Polling cannot end: whatever the store
+does, also when it never answers, it is told and tried again.
 """
 
 from __future__ import annotations
 
 import random
 import threading
+import time
 from collections.abc import Callable
 
-from vllm_delta_sync.errors import DeltaSyncError, NotFound, RateLimited, VersionGap
-from vllm_delta_sync.log import DeltaLog
-from vllm_delta_sync.serving.messages import Message, NothingPublished, PollFailed, Ref, Tip
+from vllm_delta_sync.errors import DeltaSyncError, NotFound, RateLimited, Unavailable
+from vllm_delta_sync.log import DeltaLog, names
+from vllm_delta_sync.log.tail import TipWatch
+from vllm_delta_sync.serving.messages import Message, NothingPublished, PollFailed, Tip
+from vllm_delta_sync.store.deadline import call_within
+from vllm_delta_sync.store.watch import Watchable
+from vllm_delta_sync.wire.manifest import LatestPointer
 
 JITTER = 0.2
 LAST_BACK_OFF_S = 60.0
+RUN_INTERVAL_S = 60.0
+MOST_UNANSWERED = 4  # looks that may hang in their threads at once
+LEAST_GAP_S = 0.2  # between two looks, however often the store says that something changed
+
+
+class _Sight:
+    """What one connection sees: the current run, and its LATEST by one `head` a look while nothing changes.
+
+    Given up as a whole when a look does not come back, so that a late answer changes nothing.
+    """
+
+    def __init__(self, open_log: Callable[[], DeltaLog], clock: Callable[[], float]) -> None:
+        self._open_log = open_log
+        self._clock = clock
+        self._run_due = 0.0
+        self._watch: TipWatch | None = None
+        self.log: DeltaLog | None = None
+
+    def look(self) -> LatestPointer | None:
+        """What LATEST says, unless it is surely what it said at the last look."""
+        now = self._clock()
+        if self.log is None or self._watch is None or now >= self._run_due:
+            log = self._open_log()
+            if self.log is None or log.run != self.log.run:
+                self.log, self._watch = log, TipWatch(log)
+            self._run_due = now + RUN_INTERVAL_S
+        assert self._watch is not None
+        try:
+            return self._watch.look()
+        except NotFound:
+            self._run_due = now  # perhaps the run is gone, and there is another
+            raise
 
 
 class Follower:
     """Polls one log.
 
     Args:
-        open_log: opens the log anew; raises NotFound while nothing is published.
+        open_log: opens the current run of the log anew; raises NotFound while nothing is published.
         tell: takes Tip, NothingPublished and PollFailed.
-        must_exist: whether a log that is not there is a failure, not one that has yet to begin.
         interval_s: seconds between two polls, ± 20 %.
+        must_exist: whether a log that is not there is a failure, not one that has yet to begin.
+        deadline_s: seconds after which a look is given up.
+        clock: monotonic seconds.
     """
 
     def __init__(
@@ -35,31 +74,46 @@ class Follower:
         interval_s: float,
         *,
         must_exist: bool = False,
+        deadline_s: float,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._open_log = open_log
         self._tell = tell
         self._interval_s = interval_s
         self._must_exist = must_exist
-        self._log: DeltaLog | None = None
-        self._tip: Ref | None = None
+        self._deadline_s = deadline_s
+        self._clock = clock
+        self._sight = _Sight(open_log, clock)
+        self._told: LatestPointer | None = None
         self._failures = 0
         self._said_nothing = False
+        self._unanswered = 0
+        self._lock = threading.Lock()
         self._stopped = threading.Event()
+        self._nudge = threading.Event()
+        self._feed: _Feed | None = None
 
     def run(self) -> None:
-        """Poll until `stop`."""
-        while not self._stopped.wait(self.poll()):
-            pass
+        """Poll until `stop`; sooner than the interval when the store says that LATEST changed."""
+        while not self._stopped.is_set():
+            wait = self.poll()
+            self._stopped.wait(min(wait, LEAST_GAP_S))
+            # What failed is given its time, whatever the store says.
+            (self._stopped if self._failures else self._nudge).wait(max(wait - LEAST_GAP_S, 0.0))
+            self._nudge.clear()
 
     def stop(self) -> None:
         self._stopped.set()
+        self._nudge.set()
+        if self._feed is not None:
+            self._feed.stop()
 
     def poll(self) -> float:
         """Look once; returns the seconds to wait before looking again."""
         try:
-            self._look()
+            pointer = self._look()
         except NotFound as error:
-            if self._log is not None or self._must_exist:
+            if self._told is not None or self._must_exist:
                 return self._failed(error)
             if not self._said_nothing:
                 self._tell(NothingPublished())
@@ -68,48 +122,45 @@ class Follower:
             return self._failed(error)
         except Exception as error:  # a store's client may raise anything; a server must not stop following for it
             return self._failed(DeltaSyncError(f"{type(error).__name__}: {error}"))
+        else:
+            self._listen()
+            if pointer is not None and pointer != self._told:
+                self._told = pointer
+                self._tell(Tip(pointer))
         self._failures = 0
         return self._interval_s * random.uniform(1 - JITTER, 1 + JITTER)
 
-    def _look(self) -> None:
-        log = self._open_log()
-        if self._log is not None and log.run != self._log.run:
-            raise VersionGap(
-                f"the bucket's current run is now {log.run}, this server follows {self._log.run} and stays with it; "
-                "restart the server on the new run's base to follow that one"
-            )
-        self._log = log
-        latest = self._log.latest()
-        if self._tip is not None and latest.sha256 == self._tip.sha256:
-            return
-        if self._tip is not None and latest.version <= self._tip.version:
-            raise VersionGap(
-                f"LATEST went back from version {self._tip.version} to {latest.version}, or to another "
-                f"branch; still following {self._tip.version}"
-            )
-        refs = self._refs_up_to(Ref(latest.version, latest.manifest, latest.sha256))
-        self._tip = refs[-1]
-        self._tell(Tip(latest.run, latest.version, tuple(refs)))
+    def _look(self) -> LatestPointer | None:
+        """In a thread of its own, which is left behind when the store does not answer."""
+        if self._unanswered >= MOST_UNANSWERED:
+            raise Unavailable(f"the store has not answered {self._unanswered} looks at LATEST, and they still wait")
+        sight, ended = self._sight, threading.Event()
 
-    def _refs_up_to(self, tip: Ref) -> list[Ref]:
-        """Manifests after the tip known so far, walked by digest from the new one."""
-        assert self._log is not None
-        refs = [tip]
-        while True:
-            manifest = self._log.manifest(refs[-1].to_object())
-            if manifest.version != refs[-1].version:
-                raise VersionGap(f"{refs[-1].key} is version {manifest.version}, {refs[-1].version} was promised")
-            if manifest.parent is None:
-                break
-            if self._tip is not None and manifest.version == self._tip.version + 1:
-                if manifest.parent.sha256 != self._tip.sha256:
-                    raise VersionGap(
-                        f"version {manifest.version} does not follow the version {self._tip.version} "
-                        "known here: the log was forked"
-                    )
-                break
-            refs.append(Ref(manifest.version - 1, manifest.parent.key, manifest.parent.sha256))
-        return refs[::-1]
+        def look() -> LatestPointer | None:
+            with self._lock:
+                self._unanswered += 1
+            try:
+                return sight.look()
+            finally:
+                with self._lock:
+                    self._unanswered -= 1
+                ended.set()
+
+        try:
+            return call_within(self._deadline_s, "looking at LATEST", look)
+        finally:
+            if not ended.is_set():
+                self._sight = _Sight(self._open_log, self._clock)
+
+    def _listen(self) -> None:
+        """Have the store say when LATEST of the run in sight changes, if it can."""
+        log = self._sight.log
+        assert log is not None
+        if self._feed is not None and self._feed.log is log:
+            return
+        if self._feed is not None:
+            self._feed.stop()
+        self._feed = _Feed(log, self._nudge)
 
     def _failed(self, error: DeltaSyncError) -> float:
         self._failures += 1
@@ -118,3 +169,22 @@ class Follower:
             return error.retry_after + 1.0
         limit = min(self._interval_s * 2 ** min(self._failures, 16), LAST_BACK_OFF_S)
         return random.uniform(min(self._interval_s, limit), max(limit, self._interval_s))
+
+
+class _Feed:
+    """Sets `nudge` whenever the store says that LATEST of a log may have changed; silent where it cannot tell."""
+
+    def __init__(self, log: DeltaLog, nudge: threading.Event) -> None:
+        self.log = log
+        self._nudge = nudge
+        self._stopped = threading.Event()
+        if isinstance(log.store, Watchable):
+            threading.Thread(target=self._run, args=(log.store,), name="delta-sync-feed", daemon=True).start()
+
+    def _run(self, store: Watchable) -> None:
+        for _ in store.changes(names.LATEST, self._stopped):
+            if not self._stopped.is_set():
+                self._nudge.set()
+
+    def stop(self) -> None:
+        self._stopped.set()

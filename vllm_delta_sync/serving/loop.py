@@ -33,7 +33,7 @@ class EngineOps(Protocol):
 
     def adopt(self, run: str, version: int) -> None: ...
 
-    def commit(self, version: int) -> Event: ...
+    def commit(self, run: str, version: int) -> Event: ...
 
     def stop(self, text: str) -> NoReturn: ...
 
@@ -68,8 +68,8 @@ class Gate:
             match self._pending.popleft():
                 case Trace(attempt):
                     self._report(self._ops.trace(attempt))
-                case Commit(version):
-                    self._report(self._ops.commit(version))
+                case Commit(run, version):
+                    self._report(self._ops.commit(run, version))
                 case Adopt(run, version):
                     self._ops.adopt(run, version)
                 case Stop(text):
@@ -160,7 +160,9 @@ class Loop:
         return (
             status.phase,
             status.served,
+            status.run,
             status.latest,
+            status.pin,
             status.empty,
             sum(status.failures.values()),
             status.audit,
@@ -172,13 +174,17 @@ class Loop:
         if isinstance(event, Committed) and event.error is None:
             record = status.commits[-1]
             logger.info(
-                "delta-sync: serving version %d (step %s): %d elements changed, fetched %.2f MB in %.3f "
+                "delta-sync: serving version %d (step %s) by %s: %d elements changed, fetched %.2f MB in %.3f "
                 "s, staged in %.3f s, committed in %.1f ms",
-                record.version, record.step, record.changed, record.fetched_bytes / 1e6, record.fetch_seconds,
-                record.stage_seconds, record.commit_seconds * 1e3,
+                record.version, record.step, record.hop, record.changed, record.fetched_bytes / 1e6,
+                record.fetch_seconds, record.stage_seconds, record.commit_seconds * 1e3,
             )  # fmt: skip
+        elif isinstance(event, Holding) and event.place is not None:
+            logger.info(
+                "delta-sync: the weights are proven to be version %d of run %s", event.place.version, status.run
+            )
         elif isinstance(event, Holding):
-            logger.info("delta-sync: the weights are proven to be version %d of run %s", event.version, status.run)
+            logger.warning("delta-sync: the weights are of no version of run %s; looking for an anchor", status.run)
         elif status.phase in (Phase.HALTED, Phase.POISONED):
             logger.error(
                 "delta-sync: %s, still serving version %s: %s", status.phase.value, status.served, status.last_error

@@ -16,22 +16,19 @@ import numpy as np
 from numpy.typing import NDArray
 
 from vllm_delta_sync.errors import MalformedObject
-from vllm_delta_sync.wire.manifest import ObjectRef
+from vllm_delta_sync.wire.hop import Hop
+from vllm_delta_sync.wire.manifest import LatestPointer, ObjectRef, Wire
 
 Lanes = NDArray[np.uint32]
 
 
 @dataclass(frozen=True)
-class Ref:
-    """A manifest, by key and digest."""
+class Place:
+    """A version of the run: its manifest and its state root."""
 
     version: int
-    key: str
-    sha256: str
-
-    def to_object(self) -> ObjectRef:
-        """The same, as manifests refer to each other."""
-        return ObjectRef(key=self.key, sha256=self.sha256)
+    ref: ObjectRef
+    root: str
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,12 +46,10 @@ class Message:
 # --- leader → controller ---------------------------------------------------------------------------------------------
 @dataclass(frozen=True)
 class Tip(Message):
-    """The log's tip moved; `refs` are the manifests up to it that were not told before, ascending."""
+    """LATEST says something new: another version, pin, catalog or run."""
 
     kind = "tip"
-    run: str
-    version: int
-    refs: tuple[Ref, ...]
+    pointer: LatestPointer
 
 
 @dataclass(frozen=True)
@@ -75,21 +70,33 @@ class PollFailed(Message):
 
 @dataclass(frozen=True)
 class Located(Message):
-    """The live weights are those of `version`; `text` says what differs when it is None."""
+    """The live weights are those of `place`; `text` says what differs when they are of no version of this run.
+
+    `lanes`, uint32 [tensors, 4], are the hashes of every tensor, also of those that no rank holds.
+    """
 
     kind = "located"
-    version: int | None
+    place: Place | None
+    lanes: Lanes
     text: str
+
+
+@dataclass(frozen=True)
+class Planned(Message):
+    """The next step of the cheapest way to the goal."""
+
+    kind = "planned"
+    hop: Hop
 
 
 # --- controller → ranks ----------------------------------------------------------------------------------------------
 @dataclass(frozen=True)
 class LoadBase(Message):
-    """Read the tensor table of version 0."""
+    """Read the tensor table of version 0 of this run."""
 
     kind = "load_base"
     run: str
-    base: Ref
+    base: ObjectRef
 
 
 @dataclass(frozen=True)
@@ -101,29 +108,45 @@ class Prove(Message):
 
 @dataclass(frozen=True)
 class Locate(Message):
-    """To the leader: which version has these tensor hashes? `lanes` is uint32 [tensors, 4]; rows of "
-    "`skip` are not judged."""
+    """To the leader: which version has these tensor hashes, uint32 [tensors, 4]? Rows of `skip` are not judged."""
 
     kind = "locate"
-    refs: tuple[Ref, ...]
+    pointer: LatestPointer
     lanes: Lanes
     skip: tuple[int, ...]
 
 
 @dataclass(frozen=True)
 class Joined(Message):
-    """Live weights are proven to be those of `ref.version`."""
+    """Live weights are proven to have these tensor hashes, uint32 [tensors, 4], which are those of `place`.
+
+    No place: they are of no version of the run, and only an anchor leads on from them.
+    """
 
     kind = "joined"
-    ref: Ref
+    place: Place | None
+    lanes: Lanes
+
+
+@dataclass(frozen=True)
+class Plan(Message):
+    """To the leader: what is the next step from what is held (None: from weights of no version) to LATEST's goal?
+
+    `failed` is the step taken last if it cannot be read or is damaged: another way is to be taken while there is one.
+    """
+
+    kind = "plan"
+    pointer: LatestPointer
+    held: Place | None
+    failed: Hop | None
 
 
 @dataclass(frozen=True)
 class Stage(Message):
-    """Fetch, verify, decode and map this version."""
+    """Fetch, verify, decode and map this step."""
 
     kind = "stage"
-    ref: Ref
+    hop: Hop
 
 
 @dataclass(frozen=True)
@@ -144,9 +167,10 @@ class Audit(Message):
 # --- rank → controller -----------------------------------------------------------------------------------------------
 @dataclass(frozen=True)
 class BaseLoaded(Message):
-    """The base table is at hand; the layout can be traced."""
+    """The base table is at hand. `traced`: it lists the very tensors whose layout this rank has traced before."""
 
     kind = "base_loaded"
+    traced: bool
 
 
 @dataclass(frozen=True)
@@ -160,18 +184,19 @@ class Proved(Message):
 
 @dataclass(frozen=True)
 class Holding(Message):
-    """The rank keeps its books for that version from now on."""
+    """The rank keeps its books for that version (None: of no version) from now on."""
 
     kind = "holding"
-    version: int
+    place: Place | None
 
 
 @dataclass(frozen=True)
 class Staged(Message):
-    """A version waits in memory.
+    """A step to a version waits in memory.
 
     `regions` and `lanes` (uint32 [len(regions), 4]) give the version's effect on the hash of each region touched;
     `tensors` and `effects` the effect that the log's tables promise, per tensor (index into version 0's table).
+    `changed` counts the elements of the whole model that differ; for an anchor, those that this rank would write.
     """
 
     kind = "staged"
@@ -180,8 +205,10 @@ class Staged(Message):
     lanes: Lanes
     tensors: tuple[int, ...]
     effects: Lanes
-    fetched_bytes: int
-    changed: int  # elements changed in the whole model
+    fetched_bytes: int  # from the store, by this rank
+    cached_bytes: int  # from the node's cache
+    cache_failure: str | None  # why the cache was given up, if it was
+    changed: int
     step: int | None  # the trainer's own step number
     fetch_seconds: float
     stage_seconds: float
@@ -193,7 +220,7 @@ class Audited(Message):
 
     kind = "audited"
     number: int
-    version: int
+    version: int | None
     wrong: tuple[str, ...]
     lanes: Lanes
     seconds: float
@@ -215,6 +242,7 @@ class Failed(Message):
     version: int | None
     cause: str
     text: str
+    patience_s: float = 0.0  # for which the store asked before it is tried again
 
 
 @dataclass(frozen=True)
@@ -228,9 +256,14 @@ class Lost(Message):
 _KINDS: dict[str, type[Message]] = {
     cls.kind: cls
     for cls in (
-        Tip, NothingPublished, PollFailed, Located, LoadBase, Prove, Locate, Joined, Stage, Drop, Audit,
+        Tip, NothingPublished, PollFailed, Located, Planned, LoadBase, Prove, Locate, Joined, Plan, Stage, Drop, Audit,
         BaseLoaded, Proved, Holding, Staged, Audited, WantAudit, Failed, Lost,
     )
+}  # fmt: skip
+
+
+_MODELS: dict[str, type[Wire]] = {
+    "pointer": LatestPointer, "base": ObjectRef, "ref": ObjectRef, "hop": Hop, "failed": Hop,
 }  # fmt: skip
 
 
@@ -257,20 +290,22 @@ def from_bytes(data: bytes) -> Message:
 def _plain(value: Any) -> Any:
     if isinstance(value, np.ndarray):
         return base64.b64encode(np.ascontiguousarray(value, dtype="<u4").tobytes()).decode()
-    if isinstance(value, Ref):
-        return [value.version, value.key, value.sha256]
-    if isinstance(value, tuple):
-        return [_plain(item) for item in value]
+    if isinstance(value, Wire):
+        return value.model_dump_json()
+    if isinstance(value, Place):
+        return {field.name: _plain(getattr(value, field.name)) for field in dataclasses.fields(value)}
     return value
 
 
 def _typed(name: str, value: Any) -> Any:
+    if value is None:
+        return None
     if name in ("lanes", "effects"):
         return np.frombuffer(base64.b64decode(value), dtype="<u4").reshape(-1, 4).astype(np.uint32)
-    if name in ("ref", "base"):
-        return Ref(*value)
-    if name == "refs":
-        return tuple(Ref(*item) for item in value)
+    if name in _MODELS:
+        return _MODELS[name].model_validate_json(value)
+    if name in ("place", "held"):
+        return Place(**{field: _typed(field, part) for field, part in value.items()})
     if isinstance(value, list):
         return tuple(value)
     return value

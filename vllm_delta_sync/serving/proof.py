@@ -9,9 +9,11 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-from vllm_delta_sync.errors import StateHashMismatch
-from vllm_delta_sync.serving.coverage import Coverage
+from vllm_delta_sync.errors import StateHashMismatch, UnmappedTensor, UnsupportedLayout
+from vllm_delta_sync.serving.coverage import Coverage, cover
 from vllm_delta_sync.serving.messages import Lanes
+from vllm_delta_sync.serving.traced import RankLayout
+from vllm_delta_sync.wire.tensors import TensorSpec
 
 
 class Proof:
@@ -39,7 +41,27 @@ class Proof:
         self._copies = np.array(copies, dtype=np.int64)
         self._of_canonical = np.array(of_canonical, dtype=np.int64)
         self._tensor_of_row = dict(zip(canonical, of_tensor, strict=True))
+        self.unmapped = coverage.unmapped
         self.skipped = tuple(sorted(index[name] for name in coverage.unmapped))
+
+    @classmethod
+    def of_layouts(cls, layouts: Sequence[RankLayout], specs: Sequence[TensorSpec], *, ignore_unmapped: bool) -> Proof:
+        """The sums for what the ranks' traces found, one layout per rank.
+
+        Raises:
+            UnsupportedLayout: a tensor cannot be patched in place, or only part of it is held anywhere.
+            UnmappedTensor: a tensor is held nowhere, and `ignore_unmapped` does not allow that.
+        """
+        unsupported = [f"{name}: {why}" for layout in layouts for name, why in layout.unsupported]
+        if unsupported:
+            raise UnsupportedLayout(f"{len(unsupported)} tensors cannot be patched in place, first: {unsupported[0]}")
+        coverage = cover([layout.regions for layout in layouts], specs)
+        if coverage.unmapped and not ignore_unmapped:
+            raise UnmappedTensor(
+                f"the serving model loads {len(coverage.unmapped)} published tensors on no rank: "
+                f"{some(coverage.unmapped)}; set `unmapped: ignore` to serve without them"
+            )
+        return cls(coverage, [len(layout.regions) for layout in layouts], [spec.name for spec in specs])
 
     def dense(self, rank: int, regions: Sequence[int], lanes: Lanes) -> Lanes:
         """Lanes of some regions of a rank, spread to uint32 [all its regions, 4]; zero elsewhere."""
@@ -85,3 +107,9 @@ class Proof:
                 "nothing was written: either the live weights are not those of the version before, or "
                 "part of the update reaches no live weight"
             )
+
+
+def some(names: Sequence[str], most: int = 5) -> str:
+    """The first few names, quoted, and how many more there are."""
+    shown = ", ".join(repr(name) for name in names[:most])
+    return shown if len(names) <= most else f"{shown} and {len(names) - most} more"

@@ -8,9 +8,8 @@ from __future__ import annotations
 
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TypeVar
 
 import numpy as np
 import torch
@@ -18,32 +17,45 @@ import torch
 from vllm_delta_sync import kernels
 from vllm_delta_sync.errors import DigestMismatch, Poisoned, StateError, StateHashMismatch, VersionGap
 from vllm_delta_sync.log import DeltaLog
+from vllm_delta_sync.log.cache import NodeCache
+from vllm_delta_sync.log.fetcher import Fetcher
+from vllm_delta_sync.serving import course, effects
 from vllm_delta_sync.serving import messages as msg
+from vllm_delta_sync.serving.effects import Ground
 from vllm_delta_sync.serving.layout import Layout, trace
 from vllm_delta_sync.serving.memory import LiveMemory
-from vllm_delta_sync.serving.messages import Lanes, Ref
-from vllm_delta_sync.serving.staging import Effect, stage
+from vllm_delta_sync.serving.messages import Lanes, Place
+from vllm_delta_sync.serving.needs import needs_of
+from vllm_delta_sync.serving.staging import Effect
+from vllm_delta_sync.serving.stopwatch import Stopwatch
 from vllm_delta_sync.serving.traced import RankLayout
 from vllm_delta_sync.wire import state_hash
-from vllm_delta_sync.wire.manifest import Manifest
+from vllm_delta_sync.wire.hop import Hop
+from vllm_delta_sync.wire.manifest import ObjectRef
 from vllm_delta_sync.wire.table import VersionTable
 
-_Item = TypeVar("_Item")
+
+@dataclass(frozen=True)
+class _Books:
+    """What live memory holds: a version of the run (None: weights of no version), and the hash of every tensor."""
+
+    place: Place | None
+    hashes: Lanes  # uint32 [tensors, 4]
 
 
 @dataclass(frozen=True)
 class _Staged:
-    ref: Ref
-    before: Ref
+    hop: Hop
+    before: _Books
+    after: _Books
     effect: Effect
-    hashes: Lanes  # of every tensor, after this version
 
 
 @dataclass(frozen=True)
 class _Proven:
-    """Lanes that the live regions are proven to have, uint32 [regions, 4], at a version."""
+    """Lanes that the live regions are proven to have, uint32 [regions, 4], at a version (None: at none)."""
 
-    version: int
+    version: int | None
     lanes: Lanes
 
 
@@ -53,31 +65,53 @@ class Rank:
     Args:
         number: this rank's number in the engine; rank 0 also checks state roots.
         backend: makes the kernels for the device that holds the weights.
+        max_staged_bytes: what the changes of one step may take in host memory.
+        cache: what the ranks of this node share of what they fetch.
     """
 
-    def __init__(self, number: int, backend: Callable[[torch.device], kernels.Backend]) -> None:
+    def __init__(
+        self,
+        number: int,
+        backend: Callable[[torch.device], kernels.Backend],
+        max_staged_bytes: int,
+        cache: NodeCache | None,
+    ) -> None:
         self.number = number
         self._make_backend = backend
+        self._max_staged_bytes = max_staged_bytes
+        self._cache = cache
+        self._fetcher: Fetcher | None = None
         self.log: DeltaLog | None = None
         self.base: VersionTable | None = None
         self.layout: Layout | None = None
         self.memory: LiveMemory | None = None
-        self._held: Ref | None = None
-        self._hashes: Lanes = np.zeros((0, 4), dtype=np.uint32)
-        self._hashes_before: Lanes = self._hashes
+        self._books: _Books | None = None
         self._staged: _Staged | None = None
         self._undo: _Staged | None = None
         self._proven: _Proven | None = None
         self._writes = 0  # odd while a commit is under way
 
     # --- joining -----------------------------------------------------------------------------------------------------
-    def load_base(self, log: DeltaLog, base: Ref) -> None:
-        """Read version 0: what tensors there are, and their hashes."""
-        table = log.table(log.manifest(base.to_object()))
+    def load_base(self, log: DeltaLog, base: ObjectRef) -> bool:
+        """Read version 0 of a run: what tensors there are, and their hashes. What was held of another run is forgotten.
+
+        Returns whether they are the very tensors whose layout is known already.
+        """
+        manifest = log.manifest(base)
+        if manifest.version != 0:
+            raise VersionGap(f"{log.store.uri}/{base.key}: version {manifest.version}, which LATEST calls the base")
+        table = log.table(manifest)
+        known = self.base is not None and self.layout is not None and self.base.tensors == table.tensors
+        self._books = self._staged = self._undo = None
+        if self._fetcher is not None:
+            self._fetcher.close()
+            self._fetcher = None
         self.log, self.base = log, table
-        self._index = {spec: i for i, spec in enumerate(table.tensors)}
-        self._by_name = {spec.name: spec for spec in table.tensors}
-        self._seeds = {spec.name: state_hash.seed(spec) for spec in table.tensors}
+        if not known:
+            self.layout = None
+            self._by_name = {spec.name: spec for spec in table.tensors}
+            self._seeds = {spec.name: state_hash.seed(spec) for spec in table.tensors}
+        return known
 
     def trace(self, model: torch.nn.Module) -> RankLayout:
         """Main thread: find where this rank keeps each tensor."""
@@ -96,51 +130,62 @@ class Rank:
     def prove(self) -> msg.Proved:
         """Full pass over all regions."""
         begin = time.perf_counter()
-        self._proven = _Proven(-1, self._pass())
+        self._proven = _Proven(None, self._pass())
         return msg.Proved(self._proven.lanes, time.perf_counter() - begin)
 
-    def join(self, ref: Ref) -> None:
-        """The proven weights are those of this version."""
-        assert self._proven is not None and self.base is not None and self.log is not None
-        hashes = self.base.hashes.copy()
-        if ref.version:
-            for manifest in self.log.chain(0, self.log.manifest(ref.to_object())):
-                self._advance(hashes, self.log.table(manifest))
-        self._proven = _Proven(ref.version, self._proven.lanes)
-        self._held, self._hashes = ref, hashes
+    def join(self, place: Place | None, lanes: Lanes) -> None:
+        """The proven weights have these hashes, uint32 [tensors, 4]: those of a version, or of none."""
+        assert self._proven is not None and self.log is not None and self.layout is not None and self.base is not None
+        self._proven = _Proven(place.version if place else None, self._proven.lanes)
+        self._fetcher = Fetcher(self.log.store, self._cache, needs_of(self.layout.regions, self.base.tensors))
+        self._books = _Books(place, lanes)
 
     # --- following ---------------------------------------------------------------------------------------------------
-    def stage(self, ref: Ref) -> msg.Staged:
-        """Fetch, verify, decode and map a version; nothing live is touched."""
-        assert self.log is not None and self.layout is not None and self.memory is not None
-        held = self._held
-        assert held is not None
+    def stage(self, hop: Hop) -> msg.Staged:
+        """Fetch, verify, decode and map a step; nothing live is touched."""
+        books, fetcher = self._books, self._fetcher
+        assert books is not None and fetcher is not None
         self._staged = self._undo = None
+        course.require_follows(hop, books.place)
         begin = time.perf_counter()
-        manifest = self.log.manifest(ref.to_object())
-        _require_child(manifest, held)
-        table = self.log.table(manifest)
-        table.require_known(self._by_name, f"version {ref.version}")
-        fetching = _Stopwatch()
-        blocks = fetching.over(self.log.block_bytes(manifest, table))
-        fetching.seconds = time.perf_counter() - begin
-        effect = stage(blocks, self.layout.regions, self._regions_of, self._seeds, self.memory)
-        after = self._hashes.copy()
-        tensors = self._advance(after, table)
+        clock = Stopwatch()
+        fetched, cached = fetcher.fetched_bytes, fetcher.cached_bytes
+        if hop.checkpoint is None:
+            fetched = cached = 0  # the fetcher begins to count with a table
+            effect, hashes = effects.of_blocks(hop, self._ground(), fetcher, books.hashes, clock)
+        else:
+            effect, hashes = effects.of_anchor(hop, hop.checkpoint, self._ground(), fetcher, clock)
         if self.number == 0:
-            self._check_root(manifest, after)
-        self._staged = _Staged(ref, held, effect, after)
+            self._check_root(hop, hashes)
+        changed = np.flatnonzero((hashes != books.hashes).any(axis=1))
+        failure = fetcher.take_cache_failure()
+        self._staged = _Staged(hop, books, _Books(Place(hop.to, hop.target, hop.after), hashes), effect)
         return msg.Staged(
-            version=ref.version,
+            version=hop.to,
             regions=effect.regions,
             lanes=effect.lanes,
-            tensors=tuple(tensors),
-            effects=after[tensors] - self._hashes[tensors],
-            fetched_bytes=manifest.totals.bytes,
-            changed=manifest.totals.changed,
-            step=manifest.step,
-            fetch_seconds=fetching.seconds,
-            stage_seconds=time.perf_counter() - begin - fetching.seconds,
+            tensors=tuple(changed.tolist()),
+            effects=hashes[changed] - books.hashes[changed],
+            fetched_bytes=fetcher.fetched_bytes - fetched,
+            cached_bytes=fetcher.cached_bytes - cached,
+            cache_failure=None if failure is None else str(failure),
+            changed=hop.totals.changed if hop.totals else effect.elements,
+            step=hop.step,
+            fetch_seconds=clock.seconds,
+            stage_seconds=time.perf_counter() - begin - clock.seconds,
+        )
+
+    def _ground(self) -> Ground:
+        assert self.log is not None and self.base is not None and self.layout is not None and self.memory is not None
+        return Ground(
+            self.log,
+            self.base,
+            self._by_name,
+            self._seeds,
+            self.layout.regions,
+            self._regions_of,
+            self.memory,
+            self._max_staged_bytes,
         )
 
     def drop(self) -> None:
@@ -148,27 +193,26 @@ class Rank:
         self._staged = None
 
     def commit(self, version: int) -> int:
-        """Main thread: write the staged version; returns how many live elements were written.
+        """Main thread: write the staged step to `version`; returns how many live elements were written.
 
         Raises:
             StrayWrite, UnsupportedLayout: nothing was written.
         """
         staged = self._staged
-        if staged is None or staged.ref.version != version:
+        if staged is None or staged.hop.to != version:
             raise StateError(f"version {version} is not staged on rank {self.number}")
         self._places.assert_unmoved()
-        self._write(staged.effect, staged.ref, staged.hashes, undo=False)
+        self._write(staged.effect, staged.after, undo=False)
         self._undo, self._staged = staged, None
-        return sum(patch.elements for patch in staged.effect.patches)
+        return staged.effect.elements
 
     def rollback(self, version: int) -> None:
         """Main thread: back to the version before, if this rank had committed `version`; else nothing."""
         undo = self._undo
-        if undo is None or undo.ref.version != version:
+        if undo is None or undo.hop.to != version:
             return
-        assert self.layout is not None
         try:
-            self._write(undo.effect, undo.before, self._hashes_before, undo=True)
+            self._write(undo.effect, undo.before, undo=True)
         except StateError as error:
             raise Poisoned(f"rank {self.number} cannot go back from version {version}: {error}") from error
         self._undo = None
@@ -200,14 +244,15 @@ class Rank:
 
     @property
     def version(self) -> int | None:
-        return None if self._held is None else self._held.version
+        """The version held; None for weights of no version, and before any is known."""
+        return None if self._books is None or self._books.place is None else self._books.place.version
 
     @property
     def staged_version(self) -> int | None:
-        return None if self._staged is None else self._staged.ref.version
+        return None if self._staged is None else self._staged.hop.to
 
     # --- parts -------------------------------------------------------------------------------------------------------
-    def _write(self, effect: Effect, ref: Ref, hashes: Lanes, *, undo: bool) -> None:
+    def _write(self, effect: Effect, books: _Books, *, undo: bool) -> None:
         assert self.memory is not None and self._proven is not None
         patches = [patch.reversed() if undo else patch for patch in effect.patches]
         lanes = self._proven.lanes.copy()
@@ -216,17 +261,25 @@ class Rank:
         self._writes += 1
         try:
             self.memory.scatter(patches)
-            self._proven = _Proven(ref.version, lanes)
-            self._hashes_before, self._hashes, self._held = self._hashes, hashes, ref
+            self._proven = _Proven(books.place.version if books.place else None, lanes)
+            self._books = books
         finally:
             self._writes += 1
 
     def _hash_settled(self, index: int) -> tuple[Lanes, Lanes]:
-        """A region's lanes by a full pass, and its proven lanes at that moment: taken again if a commit "
-        "came between."""
+        """A region's lanes by a full pass, and its proven lanes then: taken again if a commit came between.
+
+        Raises:
+            StateHashMismatch: a widened element holds what no published one can, and no commit was writing it.
+        """
         while True:
             writes, proven = self._writes, self._proven
-            lanes = self._hash(index)
+            try:
+                lanes = self._hash(index)
+            except StateHashMismatch:
+                if writes % 2 == 0 and writes == self._writes:
+                    raise
+                continue
             if writes % 2 == 0 and writes == self._writes:
                 assert proven is not None
                 return lanes, proven.lanes[index]
@@ -241,45 +294,11 @@ class Rank:
         count = len(self.layout.regions)
         return np.array([self._hash(index) for index in range(count)], dtype=np.uint32).reshape(count, 4)
 
-    def _advance(self, hashes: Lanes, table: VersionTable) -> list[int]:
-        """Put a delta's hashes into `hashes`; returns the tensors' indices in the base table."""
-        tensors = [self._index[spec] for spec in table.tensors]
-        hashes[tensors] = table.hashes
-        return tensors
-
-    def _check_root(self, manifest: Manifest, hashes: Lanes) -> None:
+    def _check_root(self, hop: Hop, hashes: Lanes) -> None:
         assert self.base is not None
         root = state_hash.state_root(dict(zip(self.base.tensors, hashes, strict=True)))
-        if root != manifest.state_root:
+        if root != hop.after:
             raise DigestMismatch(
-                f"version {manifest.version}: its table leads to state root {root[:12]}…, its manifest "
-                f"says {manifest.state_root[:12]}…"
+                f"the {hop.kind} to version {hop.to}: its table leads to state root {root[:12]}…, that of the version "
+                f"is {hop.after[:12]}…"
             )
-
-
-class _Stopwatch:
-    """Time spent waiting for an iterator, apart from what is done between its items."""
-
-    def __init__(self) -> None:
-        self.seconds = 0.0
-
-    def over(self, items: Iterable[_Item]) -> Iterator[_Item]:
-        iterator = iter(items)
-        while True:
-            begin = time.perf_counter()
-            try:
-                item = next(iterator)
-            except StopIteration:
-                return
-            finally:
-                self.seconds += time.perf_counter() - begin
-            yield item
-
-
-def _require_child(manifest: Manifest, held: Ref) -> None:
-    parent = manifest.parent
-    if manifest.version != held.version + 1 or parent is None or parent.sha256 != held.sha256:
-        raise VersionGap(
-            f"version {manifest.version} does not follow version {held.version} that is served: its parent is "
-            f"{parent.sha256[:12] if parent else 'none'}…, served is {held.sha256[:12]}…"
-        )

@@ -40,7 +40,8 @@ class _Series:
 
         self.served = gauge("served_version", "Version of the weights being served; -1 before any is known.")
         self.latest = gauge("latest_version", "Newest version seen in the bucket; -1 before any is known.")
-        self.lag = gauge("lag_versions", "Latest minus served version; -1 before both are known.")
+        self.pinned = gauge("pinned_version", "Version that followers are pinned to; -1 while there is no pin.")
+        self.lag = gauge("lag_versions", "Versions between the one served and the latest or pinned; -1 if unknown.")
         self.age = gauge("seconds_since_commit", "Seconds since the last commit; NaN before the first.")
         self.phase = gauge("phase", "1 for the phase the engine is in.", ("phase",))
         self.kernel = gauge("kernel_info", "1 for the kernel backend that commits.", ("kernel", "reason"))
@@ -48,8 +49,11 @@ class _Series:
         self.stage = histogram("stage_seconds", "Decoding and mapping one version, slowest rank.", _STAGE_BUCKETS)
         self.fetch = histogram("fetch_seconds", "Fetching and verifying one version, slowest rank.", _STAGE_BUCKETS)
         self.fetched = counter("fetched_bytes", "Bytes fetched from the bucket, all ranks.")
+        self.cached = counter("cached_bytes", "Bytes taken from the node's cache, all ranks.")
         self.changed = counter("changed_elements", "Elements changed by the versions committed.")
-        self.commits = counter("commits", "Versions committed.")
+        self.commits = counter("commits", "Steps committed: deltas, folds and anchors.")
+        self.hops = counter("hops", "Steps committed, by what they were made of.", ("kind",))
+        self.run_changes = counter("run_changes", "Times that the bucket went on to another run.")
         self.failures = counter("failures", "Failures by cause.", ("cause",))
         self.audits = counter("audits", "Full passes over the live weights that ended.", ("outcome",))
 
@@ -92,6 +96,7 @@ class _Reader:
         self._path = status_path(vllm_config.instance_id, engine_index)
         self._sequence = -1
         self._committed = 0
+        self._run_changes = 0
         self._failures: dict[str, int] = {}
         self._audit = 0
         self._committed_at: float | None = None
@@ -108,11 +113,12 @@ class _Reader:
 
     def _take(self, body: dict[str, Any]) -> None:
         series, labels = self._series, self._labels
-        served = -1 if body["served"] is None else body["served"]
-        latest = -1 if body["latest"] is None else body["latest"]
-        series.served.labels(*labels).set(served)
-        series.latest.labels(*labels).set(latest)
-        series.lag.labels(*labels).set(-1 if body["served"] is None else latest - served)
+        for gauge, name in (
+            (series.served, "served"), (series.latest, "latest"), (series.pinned, "pin"), (series.lag, "lag"),
+        ):  # fmt: skip
+            gauge.labels(*labels).set(-1 if body[name] is None else body[name])
+        series.run_changes.labels(*labels).inc(body["run_changes"] - self._run_changes)
+        self._run_changes = body["run_changes"]
         for phase in Phase:
             series.phase.labels(*labels, phase.value).set(float(phase.value == body["phase"]))
         if "kernel" in body:
@@ -135,8 +141,10 @@ class _Reader:
         series.stage.labels(*labels).observe(record["stage_seconds"])
         series.fetch.labels(*labels).observe(record["fetch_seconds"])
         series.fetched.labels(*labels).inc(record["fetched_bytes"])
+        series.cached.labels(*labels).inc(record["cached_bytes"])
         series.changed.labels(*labels).inc(record["changed"])
         series.commits.labels(*labels).inc()
+        series.hops.labels(*labels, record["hop"]).inc()
         self._committed_at = record["at"]
 
 

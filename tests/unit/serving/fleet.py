@@ -8,18 +8,20 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from pathlib import Path
+from typing import Literal
 
 import numpy as np
 import torch
 
 from vllm_delta_sync import Publisher, kernels
 from vllm_delta_sync.log import DeltaLog
+from vllm_delta_sync.log.cache import NodeCache
+from vllm_delta_sync.log.schedule import FOLDS
 from vllm_delta_sync.serving import messages as msg
-from vllm_delta_sync.serving.coverage import cover
 from vllm_delta_sync.serving.locate import locate
-from vllm_delta_sync.serving.messages import Ref
 from vllm_delta_sync.serving.proof import Proof
 from vllm_delta_sync.serving.rank import Rank
+from vllm_delta_sync.wire.hop import Hop
 
 HIDDEN, VOCABULARY, PADDED = 16, 10, 12
 
@@ -94,62 +96,34 @@ class ServedModel(torch.nn.Module):
 
 
 class Fleet:
-    """Ranks that follow one log by hand.
+    """Ranks of the little model, without a log.
 
     Args:
-        bucket: where the log is.
         served: what the ranks have loaded.
         policy: which kernels patch.
+        limit: max_staged_bytes.
+        cache: what the ranks share.
     """
 
-    def __init__(self, bucket: Path, served: dict[str, torch.Tensor], ranks: int = 2, policy: str = "auto") -> None:
-        self.log = DeltaLog.open(bucket)
+    def __init__(
+        self,
+        served: dict[str, torch.Tensor],
+        ranks: int = 2,
+        policy: str = "auto",
+        limit: int = 1 << 30,
+        cache: NodeCache | None = None,
+    ) -> None:
         self.models = [ServedModel(rank, ranks) for rank in range(ranks)]
         for model in self.models:
             model.load_weights(served.items())
-        self.ranks = [Rank(rank, lambda device: kernels.select(policy, device)) for rank in range(ranks)]  # type: ignore[arg-type]
-
-    def refs(self) -> list[Ref]:
-        """Of all versions, from the base to the tip."""
-        tip = self.log.tip()
-        manifests = self.log.chain(-1, tip)
-        parents = [manifest.parent for manifest in manifests[1:]] + [self.log.latest().ref]
-        return [Ref(m.version, p.key, p.sha256) for m, p in zip(manifests, parents, strict=True) if p is not None]
-
-    def join(self) -> msg.Located:
-        """Load the base, trace, prove, locate."""
-        refs = self.refs()
-        layouts = []
-        for rank, model in zip(self.ranks, self.models, strict=True):
-            rank.load_base(self.log, refs[0])
-            layouts.append(rank.trace(model))
-        base = self.ranks[0].base
-        assert base is not None
-        coverage = cover([layout.regions for layout in layouts], base.tensors)
-        self.proof = Proof(coverage, [len(layout.regions) for layout in layouts], [s.name for s in base.tensors])
-        lanes = self.proof.sum({rank.number: rank.prove().lanes for rank in self.ranks})
-        located = locate(self.log, base, refs, lanes, self.proof.skipped)
-        if located.version is not None:
-            for rank in self.ranks:
-                rank.join(refs[located.version])
-        return located
-
-    def stage(self, ref: Ref) -> None:
-        """On every rank, and check the effect on the hash."""
-        staged = [rank.stage(ref) for rank in self.ranks]
-        lanes = {r: self.proof.dense(r, reply.regions, reply.lanes) for r, reply in enumerate(staged)}
-        self.proof.check_effects(lanes, staged[0].tensors, staged[0].effects)
+        self.ranks = [
+            Rank(rank, lambda device: kernels.select(policy, device), limit, cache)  # type: ignore[arg-type]
+            for rank in range(ranks)
+        ]
 
     def commit(self, version: int) -> None:
         for rank in self.ranks:
             rank.commit(version)
-
-    def follow(self) -> None:
-        """Up to the tip."""
-        for ref in self.refs():
-            if ref.version > (self.ranks[0].version or 0):
-                self.stage(ref)
-                self.commit(ref.version)
 
     def serves(self, state: dict[str, torch.Tensor]) -> bool:
         """Whether every live bit is the one that loading `state` anew gives."""
@@ -162,10 +136,81 @@ class Fleet:
         return True
 
 
-def publish(bucket: Path, state: dict[str, torch.Tensor], steps: int) -> list[dict[str, torch.Tensor]]:
-    """Begin a run at `state`, train and publish; returns the state at every version."""
+class Following(Fleet):
+    """Ranks that follow one log by hand; see `Fleet`.
+
+    Args:
+        bucket: where the log is.
+    """
+
+    def __init__(
+        self,
+        bucket: Path,
+        served: dict[str, torch.Tensor],
+        ranks: int = 2,
+        policy: str = "auto",
+        limit: int = 1 << 30,
+        cache: NodeCache | None = None,
+    ) -> None:
+        super().__init__(served, ranks, policy, limit, cache)
+        self.log = DeltaLog.open(bucket)
+
+    def deltas(self) -> list[Hop]:
+        """The steps to versions 1 … tip."""
+        manifests = self.log.manifests()
+        refs = [manifest.parent for manifest in manifests[2:]] + [self.log.latest().manifest]
+        return [Hop.delta(ref, m) for m, ref in zip(manifests[1:], refs, strict=True) if ref is not None]
+
+    def join(self) -> msg.Located:
+        """Load the base, trace, prove, locate, and hold what was found."""
+        pointer = self.log.latest()
+        layouts = []
+        for rank, model in zip(self.ranks, self.models, strict=True):
+            rank.load_base(self.log, pointer.base)
+            layouts.append(rank.trace(model))
+        base = self.ranks[0].base
+        assert base is not None
+        self.proof = Proof.of_layouts(layouts, base.tensors, ignore_unmapped=False)
+        lanes = self.proof.sum({rank.number: rank.prove().lanes for rank in self.ranks})
+        located = locate(self.log, pointer, base, lanes, self.proof.skipped)
+        for rank in self.ranks:
+            rank.join(located.place, located.lanes)
+        return located
+
+    def stage(self, hop: Hop) -> None:
+        """On every rank, and check the effect on the hash."""
+        staged = [rank.stage(hop) for rank in self.ranks]
+        lanes = {r: self.proof.dense(r, reply.regions, reply.lanes) for r, reply in enumerate(staged)}
+        self.proof.check_effects(lanes, staged[0].tensors, staged[0].effects)
+
+    def take(self, hop: Hop) -> None:
+        self.stage(hop)
+        self.commit(hop.to)
+
+    def follow(self) -> None:
+        """Up to the tip, delta by delta."""
+        for hop in self.deltas():
+            if hop.to > (self.ranks[0].version or 0):
+                self.take(hop)
+
+
+def publish(
+    bucket: Path,
+    state: dict[str, torch.Tensor],
+    steps: int,
+    *,
+    folds: bool = False,
+    anchor: Literal["auto", "never"] = "auto",
+) -> list[dict[str, torch.Tensor]]:
+    """Begin a run at `state`, train and publish; returns the state at every version.
+
+    Args:
+        folds: whether to fold versions, as publishers do by default.
+        anchor: whether version 0 brings a checkpoint.
+    """
     states = [{name: tensor.clone() for name, tensor in state.items()}]
-    with Publisher.open(bucket, base=state) as publisher:
+    schedule = FOLDS if folds else None
+    with Publisher.open(bucket, base=state, anchor=anchor, folds=schedule, anchors=None) as publisher:
         for step in range(1, steps + 1):
             train(state, step)
             publisher.publish(state, step=step)

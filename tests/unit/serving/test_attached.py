@@ -82,20 +82,32 @@ def test_a_commit_on_all_ranks_moves_label_and_salt() -> None:
     core = Core()
     engine = work(core)
     assert core.version == "0" and engine.salt == "run:0"
-    assert committed(engine.commit(1)).error is None
+    assert committed(engine.commit("run", 1)).error is None
     assert core.calls == ["delta_sync_commit"] and core.version == "1" and engine.salt == "run:1"
 
 
 def test_a_rank_that_cannot_makes_all_go_back_and_its_salt_is_never_used_again() -> None:
     core = Core(delta_sync_commit=[FINE, WRONG])
     engine = work(core)
-    event = committed(engine.commit(1))
+    event = committed(engine.commit("run", 1))
     assert event.error is not None and event.error[0] == "stray_write" and "rank 1: element 7" in event.error[1]
     assert event.trusted and core.calls == ["delta_sync_commit", "delta_sync_rollback"]
     assert core.version == "0" and engine.salt == "run:0"
     core.answers = {}
-    engine.commit(1)
+    engine.commit("run", 1)
     assert engine.salt not in ("run:0", "run:1")
+
+
+def test_a_version_that_comes_back_is_given_another_salt_for_blocks_of_its_first_time_may_be_mixed() -> None:
+    engine = work(Core())
+    salts = [engine.salt]
+    for run, version in (("run", 1), ("run", 2), ("run", 1), ("run", 2), ("run", 3)):
+        engine.commit(run, version)
+        salts.append(engine.salt)
+    for run, version in (("other", 0), ("run", 3)):  # joined by content: another run, and the first one again
+        engine.adopt(run, version)
+        salts.append(engine.salt)
+    assert len(set(salts)) == len(salts) and salts[:3] == ["run:0", "run:1", "run:2"]
 
 
 @pytest.mark.parametrize(
@@ -108,24 +120,24 @@ def test_a_rank_that_cannot_makes_all_go_back_and_its_salt_is_never_used_again()
     ],
 )
 def test_weights_that_may_be_half_written_are_not_trusted(answers: dict[str, Any]) -> None:
-    event = committed(work(Core(**answers)).commit(1))
+    event = committed(work(Core(**answers)).commit("run", 1))
     assert event.error is not None and not event.trusted
 
 
 def test_after_a_lost_reply_no_rank_is_called_again() -> None:
     core = Core(delta_sync_commit=TimeoutError("no reply"))
-    work(core).commit(1)
+    work(core).commit("run", 1)
     assert core.calls == ["delta_sync_commit"]
 
 
 def test_batches_in_flight_at_a_commit_keep_the_old_label() -> None:
     core = Core(in_flight=2)
     engine = EngineWork(core, config())
-    engine.commit(1)
+    engine.commit("run", 1)
     assert core.version == "default"
     engine.after_batch()
     assert core.version == "default"
-    engine.commit(2)  # one of the two is still in flight, and a new one with version 1
+    engine.commit("run", 2)  # one of the two is still in flight, and a new one with version 1
     engine.after_batch()
     assert core.version == "1"
     engine.after_batch()
@@ -144,14 +156,14 @@ def test_new_requests_are_salted_with_the_version_unless_all_blocks_are_kept(pol
 
 def test_a_cache_that_cannot_be_reset_does_not_undo_or_end_anything() -> None:
     core = Core()
-    assert committed(work(core, kv_cache="recompute").commit(1)).error is None
+    assert committed(work(core, kv_cache="recompute").commit("run", 1)).error is None
     assert core.resets == ["prefix"] and core.version == "1"
 
 
 def test_encoder_outputs_go_as_soon_as_no_request_needs_them() -> None:
     core = Core(unfinished=True, multimodal=True)
     engine = work(core)
-    engine.commit(1)
+    engine.commit("run", 1)
     engine.after_batch()
     assert core.resets == []
     core.scheduler.has_unfinished_requests = lambda: False
@@ -179,8 +191,8 @@ class Ops:
     def adopt(self, run: str, version: int) -> None:
         self.done.append(f"adopt {version}")
 
-    def commit(self, version: int) -> Event:
-        self.done.append(f"commit {version}")
+    def commit(self, run: str, version: int) -> Event:
+        self.done.append(f"commit {version} of {run}")
         return Committed(version, 0.0)
 
     def stop(self, text: str) -> Any:
@@ -194,10 +206,10 @@ def test_the_gate_wakes_the_engine_and_runs_what_waits_in_order() -> None:
     ops = Ops()
     gate = Gate(ops, wake, reported.append)
     gate.submit(Trace(1))
-    gate.submit(Commit(4))
+    gate.submit(Commit("run", 4))
     assert len(woken) == 2 and ops.done == []
     gate.run_pending()
-    assert ops.done == ["trace 1", "commit 4"]
+    assert ops.done == ["trace 1", "commit 4 of run"]
     assert reported == [EngineFailed(1, "x", "x"), Committed(4, 0.0)]
     gate.run_pending()
     assert len(ops.done) == 2

@@ -2,28 +2,35 @@
 
 from __future__ import annotations
 
-import json
-import shutil
-from collections.abc import Callable
+import queue
+import threading
+import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
+from tests.tiny_training import TroubledStore
 from tests.unit.serving.fleet import train, weights
 from vllm_delta_sync import DeltaLog, Publisher
 from vllm_delta_sync.errors import RateLimited
+from vllm_delta_sync.log.pointer import update
 from vllm_delta_sync.serving import messages as msg
-from vllm_delta_sync.serving.follower import LAST_BACK_OFF_S, Follower
+from vllm_delta_sync.serving.follower import LAST_BACK_OFF_S, MOST_UNANSWERED, RUN_INTERVAL_S, Follower
+from vllm_delta_sync.store import Content, ObjectInfo, Store, open_store
+from vllm_delta_sync.wire.manifest import LatestPointer
 
 
 class Watched:
-    """A bucket with a publisher and a follower on it."""
+    """A bucket with a publisher and a follower on it, whose clock stands still unless it is moved."""
 
     def __init__(self, bucket: Path) -> None:
         self.bucket = bucket
         self.told: list[msg.Message] = []
         self.state = weights()
-        self.follower = Follower(lambda: DeltaLog.open(bucket), self.told.append, interval_s=1.0)
+        self.now = 1000.0
+        self.store = Counted(open_store(str(bucket)))
+        self.follower = follower(lambda: DeltaLog.open(self.store), self.told.append, clock=lambda: self.now)
 
     def look(self) -> list[msg.Message]:
         """What one poll tells."""
@@ -39,6 +46,33 @@ class Watched:
 
     def latest(self) -> Path:
         return next(self.bucket.glob("*/LATEST"))
+
+
+class Counted(TroubledStore):
+    """A store that counts what is read of it."""
+
+    def __init__(self, inner: Store) -> None:
+        super().__init__(inner)
+        self.read: list[tuple[str, str]] = []
+
+    def get(self, key: str, start: int = 0, end: int | None = None, *, content: Content | None = None) -> bytes:
+        self.read.append(("get", key.rpartition("/")[2]))
+        return self.inner.get(key, start, end, content=content)
+
+    def head(self, key: str) -> ObjectInfo:
+        self.read.append(("head", key.rpartition("/")[2]))
+        return self.inner.head(key)
+
+
+def follower(
+    open_log: Callable[[], DeltaLog],
+    tell: Callable[[msg.Message], None],
+    *,
+    must_exist: bool = False,
+    deadline_s: float = 20.0,
+    clock: Callable[[], float] = time.monotonic,
+) -> Follower:
+    return Follower(open_log, tell, 1.0, must_exist=must_exist, deadline_s=deadline_s, clock=clock)
 
 
 @pytest.fixture
@@ -57,17 +91,57 @@ def test_an_empty_bucket_is_told_once(watched: Watched) -> None:
     assert watched.look() == []
 
 
-def test_versions_are_told_once_each_with_their_digests(watched: Watched) -> None:
+def tip(told: list[msg.Message]) -> LatestPointer:
+    (only,) = told
+    assert isinstance(only, msg.Tip)
+    return only.pointer
+
+
+def test_what_latest_says_is_told_once_for_one_head_a_look(watched: Watched) -> None:
     with Publisher.open(watched.bucket, base=watched.state) as publisher:
         watched.publish(publisher, 2)
-        (tip,) = watched.look()
-        assert isinstance(tip, msg.Tip) and [ref.version for ref in tip.refs] == [0, 1, 2]
+        pointer = tip(watched.look())
+        assert (pointer.version, pointer.goal) == (2, 2)
+        watched.store.read.clear()
         assert watched.look() == []
+        assert watched.store.read == [("head", "LATEST")]
         watched.publish(publisher, 3)
-        (tip,) = watched.look()
-        assert isinstance(tip, msg.Tip) and tip.version == 5 and [ref.version for ref in tip.refs] == [3, 4, 5]
+        watched.store.read.clear()
+        assert tip(watched.look()).version == 5
+        assert watched.store.read == [("head", "LATEST"), ("get", "LATEST")]
+
+
+def test_a_pin_and_its_end_are_told(watched: Watched) -> None:
+    with Publisher.open(watched.bucket, base=watched.state) as publisher:
+        watched.publish(publisher, 2)
+    watched.look()
     log = DeltaLog.open(watched.bucket)
-    assert [log.manifest(ref.to_object()).version for ref in tip.refs] == [3, 4, 5]
+    for pin, goal in ((1, 1), (None, 2)):
+        update(log, lambda latest, pin=pin: latest.model_copy(update={"pin": pin}))  # type: ignore[misc]
+        pointer = tip(watched.look())
+        assert (pointer.pin, pointer.goal, pointer.version) == (pin, goal, 2)
+
+
+def test_another_run_is_seen_within_a_minute_and_not_asked_for_more_often(watched: Watched) -> None:
+    Publisher.open(watched.bucket, base=watched.state).close()
+    first = tip(watched.look()).run
+    Publisher.open(watched.bucket, base=watched.state).close()
+    watched.now += RUN_INTERVAL_S - 1
+    assert watched.look() == []
+    watched.now += 1
+    assert tip(watched.look()).run != first
+    watched.store.read.clear()
+    assert watched.look() == [] and watched.store.read == [("head", "LATEST")]
+
+
+def test_a_run_that_is_removed_has_the_current_one_looked_up_at_once(watched: Watched) -> None:
+    Publisher.open(watched.bucket, base=watched.state).close()
+    old = watched.latest()
+    watched.look()
+    Publisher.open(watched.bucket, base=watched.state).close()
+    old.unlink()
+    assert failure(watched.look()).cause == "not_found"
+    assert isinstance(watched.look()[0], msg.Tip)
 
 
 def test_a_bucket_that_vanishes_is_a_failure_and_then_followed_again(watched: Watched) -> None:
@@ -82,53 +156,17 @@ def test_a_bucket_that_vanishes_is_a_failure_and_then_followed_again(watched: Wa
         assert isinstance(watched.look()[0], msg.Tip)
 
 
-def rewind(watched: Watched, before: bytes) -> str:
-    watched.latest().write_bytes(before)
-    return "LATEST went back"
-
-
-def truncate(watched: Watched, before: bytes) -> str:
-    watched.latest().write_bytes(before[:-5])
-    return "LATEST"
-
-
-def dangle(watched: Watched, before: bytes) -> str:
-    pointer = json.loads(watched.latest().read_bytes())
-    manifest = next(watched.bucket.rglob(Path(pointer["manifest"]).name))
-    manifest.unlink()
-    pointer["version"] += 1
-    pointer["sha256"] = "0" * 64
-    watched.latest().write_bytes(json.dumps(pointer, sort_keys=True, separators=(",", ":")).encode())
-    return manifest.name
-
-
-def new_run(watched: Watched, before: bytes) -> str:
+@pytest.mark.parametrize("damage", [b"", b"{}", b"\xff" * 100, b"x" * (2 << 20)])
+def test_a_latest_that_cannot_be_read_is_named_until_it_can(watched: Watched, damage: bytes) -> None:
     Publisher.open(watched.bucket, base=watched.state).close()
-    return "current run is now"
-
-
-@pytest.mark.parametrize("trouble", [rewind, truncate, dangle, new_run])
-def test_a_pointer_that_cannot_be_followed_is_named(watched: Watched, trouble: Callable[[Watched, bytes], str]) -> None:
-    with Publisher.open(watched.bucket, base=watched.state) as publisher:
-        before = watched.latest().read_bytes()
-        watched.publish(publisher)
-        watched.look()
-    wanted = trouble(watched, before)
-    assert wanted in failure(watched.look()).text
-
-
-def test_a_forked_log_is_refused(watched: Watched, tmp_path: Path) -> None:
-    fork = tmp_path / "fork"
-    with Publisher.open(watched.bucket, base=watched.state) as publisher:
-        publisher.wait()
-        shutil.copytree(watched.bucket, fork)
-        watched.publish(publisher)
     watched.look()
-    with Publisher.open(fork, resume=True, base=weights()) as rival:
-        watched.state = weights()
-        watched.publish(rival, 2)
-    shutil.copytree(fork, watched.bucket, dirs_exist_ok=True)
-    assert "was forked" in failure(watched.look()).text
+    good = watched.latest().read_bytes()
+    watched.latest().write_bytes(damage)
+    told = failure(watched.look())
+    assert told.cause == "malformed" and "LATEST" in told.text
+    assert failure(watched.look()).cause == "malformed"
+    watched.latest().write_bytes(good)
+    assert watched.look() == []  # it says what was told before
 
 
 def test_failures_are_looked_at_less_and_less_often_and_success_resets(watched: Watched) -> None:
@@ -148,7 +186,7 @@ def test_a_store_that_asks_for_patience_gets_it(tmp_path: Path) -> None:
     def refuse() -> DeltaLog:
         raise RateLimited("slow down", retry_after=17.0)
 
-    assert Follower(refuse, told.append, interval_s=1.0).poll() == 18.0
+    assert follower(refuse, told.append).poll() == 18.0
     assert failure(told).cause == "rate_limited"
 
 
@@ -158,13 +196,68 @@ def test_a_client_that_raises_anything_does_not_end_the_watch(tmp_path: Path) ->
     def explode() -> DeltaLog:
         raise RuntimeError("a bug in the client")
 
-    follower = Follower(explode, told.append, interval_s=1.0)
-    follower.poll()
-    follower.poll()
+    watching = follower(explode, told.append)
+    watching.poll()
+    watching.poll()
     assert [type(message) for message in told] == [msg.PollFailed] * 2
 
 
 def test_a_run_that_was_asked_for_by_name_must_be_there(tmp_path: Path) -> None:
     told: list[msg.Message] = []
-    Follower(lambda: DeltaLog.open(tmp_path, run="ab" * 16), told.append, 1.0, must_exist=True).poll()
+    follower(lambda: DeltaLog.open(tmp_path, run="ab" * 16), told.append, must_exist=True).poll()
     assert failure(told).cause == "not_found"
+
+
+def test_a_store_that_never_answers_is_named_and_followed_again_when_it_does(watched: Watched) -> None:
+    Publisher.open(watched.bucket, base=watched.state).close()
+    answering = threading.Event()
+
+    def connect() -> DeltaLog:
+        answering.wait(20)
+        return DeltaLog.open(watched.bucket)
+
+    told: list[msg.Message] = []
+    watching = follower(connect, told.append, deadline_s=0.05)
+    before = threading.active_count()
+    for _ in range(MOST_UNANSWERED + 3):
+        watching.poll()
+    assert {message.cause for message in told if isinstance(message, msg.PollFailed)} == {"unavailable"}
+    assert len(told) == MOST_UNANSWERED + 3
+    assert threading.active_count() - before <= MOST_UNANSWERED  # however long it lasts
+    answering.set()
+    deadline = time.monotonic() + 20
+    while not isinstance(told[-1], msg.Tip):
+        assert time.monotonic() < deadline
+        watching.poll()
+    assert sum(isinstance(message, msg.Tip) for message in told) == 1
+
+
+class Telling(Counted):
+    """A store that says when something changed."""
+
+    def __init__(self, inner: Store) -> None:
+        super().__init__(inner)
+        self.said: queue.Queue[None] = queue.Queue()
+
+    def changes(self, key: str, stop: threading.Event) -> Iterator[None]:
+        while not stop.is_set():
+            yield self.said.get()
+
+
+def test_a_store_that_says_that_latest_changed_is_looked_at_at_once(watched: Watched) -> None:
+    told: queue.Queue[msg.Message] = queue.Queue()
+    store = Telling(open_store(str(watched.bucket)))
+    with Publisher.open(watched.bucket, base=watched.state) as publisher:
+        publisher.wait()
+        watching = Follower(lambda: DeltaLog.open(store), told.put, 3600.0, deadline_s=20.0)
+        thread = threading.Thread(target=watching.run, daemon=True)
+        thread.start()
+        assert isinstance(told.get(timeout=20), msg.Tip)
+        watched.publish(publisher)
+        store.said.put(None)
+        pointer = tip([told.get(timeout=20)])
+        assert pointer.version == 1
+        watching.stop()
+        store.said.put(None)
+        thread.join(20)
+        assert not thread.is_alive()

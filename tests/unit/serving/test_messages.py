@@ -8,26 +8,34 @@ from multiprocessing import AuthenticationError
 import numpy as np
 import pytest
 
+from tests.unit.serving.orders import hop, latest, place, ref
 from vllm_delta_sync.errors import MalformedObject, UnsupportedEngine
 from vllm_delta_sync.serving import messages as msg
 from vllm_delta_sync.serving.channel import Hub, Spoke
 
-REF = msg.Ref(3, "versions/3/x.manifest.json", "0" * 64)
 LANES = np.array([[1, 2, 3, 2**32 - 1], [0, 5, 6, 7]], dtype=np.uint32)
 
 
 @pytest.mark.parametrize(
     "message",
     [
-        msg.Tip("r", 3, (REF, REF)),
-        msg.LoadBase("r", REF),
-        msg.Stage(REF),
-        msg.Locate((REF,), LANES, (1, 2)),
+        msg.Tip(latest(3, pin=1)),
+        msg.LoadBase("r", ref(0)),
+        msg.BaseLoaded(True),
+        msg.Stage(hop(3)),
+        msg.Stage(hop(3, 7)),
+        msg.Plan(latest(3), None, hop(3, kind="anchor")),
+        msg.Plan(latest(3), place(2), None),
+        msg.Planned(hop(0, kind="anchor")),
+        msg.Locate(latest(0), LANES, (1, 2)),
         msg.Proved(LANES, 0.5),
-        msg.Staged(3, (0, 4), LANES, (1,), LANES[:1], 9, 8, None, 0.1, 0.2),
+        msg.Staged(3, (0, 4), LANES, (1,), LANES[:1], 9, 0, "disk full", 8, None, 0.1, 0.2),
         msg.Audited(1, 3, ("a", "b"), LANES, 0.1),
         msg.Failed("stage", None, "digest", "why"),
-        msg.Located(None, "why"),
+        msg.Located(None, LANES, "why"),
+        msg.Joined(place(3), LANES),
+        msg.Joined(None, LANES),
+        msg.Holding(place(3)),
         msg.Drop(),
     ],
 )
@@ -43,7 +51,16 @@ def test_a_message_comes_back_as_it_went(message: msg.Message) -> None:
 
 
 @pytest.mark.parametrize(
-    "data", [b"", b"[]", b'{"kind":"nope"}', b'{"kind":"drop","extra":1}', b'{"kind":"stage"}', b"\xff"]
+    "data",
+    [
+        b"",
+        b"[]",
+        b'{"kind":"nope"}',
+        b'{"kind":"drop","extra":1}',
+        b'{"kind":"stage"}',
+        b'{"kind":"stage","hop":"{}"}',
+        b"\xff",
+    ],
 )
 def test_what_is_no_message_is_refused(data: bytes) -> None:
     with pytest.raises(MalformedObject):
@@ -62,10 +79,10 @@ def test_ranks_and_controller_reach_each_other(hub: tuple[Hub, queue.Queue[tuple
     centre, events = hub
     spokes = [Spoke(centre.address, centre.authkey, rank) for rank in (0, 1)]
     centre.wait_for(2, 5.0)
-    centre.broadcast(msg.Stage(REF))
-    assert [spoke.receive() for spoke in spokes] == [msg.Stage(REF)] * 2
-    spokes[1].send(msg.BaseLoaded())
-    assert events.get(timeout=5) == (1, msg.BaseLoaded())
+    centre.broadcast(msg.Stage(hop(1)))
+    assert [spoke.receive() for spoke in spokes] == [msg.Stage(hop(1))] * 2
+    spokes[1].send(msg.BaseLoaded(False))
+    assert events.get(timeout=5) == (1, msg.BaseLoaded(False))
     spokes[0].close()
     rank, lost = events.get(timeout=5)
     assert rank == 0 and isinstance(lost, msg.Lost)
@@ -75,8 +92,8 @@ def test_a_stranger_without_the_key_is_turned_away(hub: tuple[Hub, queue.Queue[t
     centre, events = hub
     with pytest.raises(AuthenticationError):
         Spoke(centre.address, b"guessed", 0)
-    Spoke(centre.address, centre.authkey, 0).send(msg.BaseLoaded())
-    assert events.get(timeout=5) == (0, msg.BaseLoaded())
+    Spoke(centre.address, centre.authkey, 0).send(msg.BaseLoaded(False))
+    assert events.get(timeout=5) == (0, msg.BaseLoaded(False))
 
 
 def test_a_rank_that_never_comes_is_said(hub: tuple[Hub, queue.Queue[tuple[int, msg.Message]]]) -> None:
