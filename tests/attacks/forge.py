@@ -12,9 +12,10 @@ from typing import Any
 import numpy as np
 import tiny_log
 
-from vllm_delta_sync.wire import columns, frames
+from vllm_delta_sync.wire import columns, frames, shard
 from vllm_delta_sync.wire.columns import Columns
 from vllm_delta_sync.wire.manifest import Manifest
+from vllm_delta_sync.wire.shard import Ends
 from vllm_delta_sync.wire.table import Block, VersionTable
 from vllm_delta_sync.wire.tensors import TensorSpec
 
@@ -30,7 +31,7 @@ def dump(value: object) -> bytes:
 def replace_tip(tiny: tiny_log.TinyLog, **fields: Any) -> None:
     """Write the tip's manifest again with other fields (unchecked), and point LATEST to it."""
     pointer = tiny.log.latest()
-    manifest = json.loads(tiny.object(pointer.manifest).read_bytes()) | fields
+    manifest = json.loads(tiny.object(pointer.manifest.key).read_bytes()) | fields
     replace_tip_bytes(tiny, dump(manifest))
 
 
@@ -38,8 +39,8 @@ def replace_tip_bytes(tiny: tiny_log.TinyLog, data: bytes) -> None:
     """Write these bytes as the tip's manifest, and point LATEST to them."""
     path = tiny.run_dir / "LATEST"
     pointer = json.loads(path.read_bytes())
-    tiny.object(pointer["manifest"]).write_bytes(data)
-    path.write_bytes(dump(pointer | {"sha256": sha256(data)}))
+    manifest = replace_object(tiny, pointer["manifest"], data)
+    path.write_bytes(dump(pointer | {"manifest": manifest}))
 
 
 def replace_object(tiny: tiny_log.TinyLog, ref: dict[str, Any], data: bytes) -> dict[str, Any]:
@@ -49,19 +50,24 @@ def replace_object(tiny: tiny_log.TinyLog, ref: dict[str, Any], data: bytes) -> 
 
 
 def replace_tip_table(tiny: tiny_log.TinyLog, data: bytes) -> None:
-    """Give the tip another table, with manifest and LATEST to fit."""
+    """Give the tip another table, with shard, manifest and LATEST to fit."""
     tip: Manifest = tiny.log.tip()
-    table = replace_object(tiny, tip.table.model_dump(mode="json"), data)
-    totals = tip.totals.model_dump() | {"bytes": sum(ref.size for ref in tip.shards) + len(data)}
-    replace_tip(tiny, table=table, totals=totals)
+    blob = tiny.object(tip.shards[0].key).read_bytes()[tip.shards[0].data_start :]
+    file, start = shard.pack_shard(Ends(tip.run, tip.version - 1, tip.version), [blob], data)
+    table = {"start": start - len(data), "size": len(data), "sha256": sha256(data)}
+    replace_tip_shard(tiny, file, table=table, data_start=start)
 
 
-def replace_tip_shard(tiny: tiny_log.TinyLog, data: bytes) -> None:
-    """Give the tip another first shard, with manifest and LATEST to fit."""
+def replace_tip_shard(
+    tiny: tiny_log.TinyLog, data: bytes, *, table: dict[str, Any] | None = None, data_start: int | None = None
+) -> None:
+    """Give the tip another first shard, with manifest and LATEST to fit; the table stays where it was stated."""
     tip: Manifest = tiny.log.tip()
-    shard = replace_object(tiny, tip.shards[0].model_dump(mode="json"), data)
-    totals = tip.totals.model_dump() | {"bytes": tip.table.size + len(data)}
-    replace_tip(tiny, shards=[shard], totals=totals)
+    ref = replace_object(tiny, tip.shards[0].model_dump(mode="json"), data)
+    if data_start is not None:
+        ref["data_start"] = data_start
+    totals = tip.totals.model_dump() | {"bytes": len(data)}
+    replace_tip(tiny, shards=[ref], totals=totals, table=table or tip.table.model_dump(mode="json"))
 
 
 SPECS = (TensorSpec("a", "BF16", (1000,)), TensorSpec("b", "F32", (4, 5)))

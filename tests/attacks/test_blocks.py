@@ -1,4 +1,4 @@
-"""Attacks 51–67, 109: shards and streams whose digests fit, but whose content lies. Outcome: a named refusal."""
+"""Attacks 51–67, 109, 112: shards and streams whose digests fit, but whose content lies. Outcome: a named refusal."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from vllm_delta_sync import native
 from vllm_delta_sync.errors import DigestMismatch, MalformedObject
 from vllm_delta_sync.wire import container, frames, shard
 from vllm_delta_sync.wire.codecs import decode_block
+from vllm_delta_sync.wire.shard import Ends
 from vllm_delta_sync.wire.table import Block
 from vllm_delta_sync.wire.tensors import TensorSpec
 
@@ -85,13 +86,13 @@ def tip_shard(tiny: tiny_log.TinyLog) -> bytes:
 
 def read_blocks(tiny: tiny_log.TinyLog) -> None:
     log, tip = tiny.log, tiny.log.tip()
-    for row, payload in log.block_bytes(tip, log.table(tip)):
+    for row, payload in log.blocks(tip, log.table(tip).blocks):
         decode_block(row, payload)
 
 
 def test_64_a_flipped_byte_anywhere_in_a_shard_is_refused_by_its_key(tiny: tiny_log.TinyLog) -> None:
     ref, data = tiny.log.tip().shards[0], tip_shard(tiny)
-    for at in (0, 20, len(data) // 2, len(data) - 1):
+    for at in (0, 20, ref.data_start, len(data) - 1):
         damaged = bytearray(data)
         damaged[at] ^= 0x10
         tiny.object(ref.key).write_bytes(damaged)
@@ -101,7 +102,7 @@ def test_64_a_flipped_byte_anywhere_in_a_shard_is_refused_by_its_key(tiny: tiny_
 
 def test_65_a_truncated_or_extended_shard_is_refused_by_its_key(tiny: tiny_log.TinyLog) -> None:
     ref, data = tiny.log.tip().shards[0], tip_shard(tiny)
-    for damaged in (b"", data[:-1], data + b"\0"):
+    for damaged in (data[: ref.data_start], data[:-1], data + b"\0"):
         tiny.object(ref.key).write_bytes(damaged)
         with pytest.raises(DigestMismatch, match=ref.key):
             read_blocks(tiny)
@@ -116,21 +117,36 @@ def test_66_a_flipped_byte_is_found_by_the_block_when_the_shards_digest_was_forg
 
 
 def test_67_a_shard_of_another_version_is_refused(tiny: tiny_log.TinyLog) -> None:
-    ref, data = tiny.log.tip().shards[0], tip_shard(tiny)
-    other, start = shard.pack_shard(tiny.log.run, 2, [data[ref.data_start :]])
-    assert start == ref.data_start
-    forge.replace_tip_shard(tiny, other)
-    with pytest.raises(MalformedObject, match="is not that of run"):
-        read_blocks(tiny)
+    tip, data = tiny.log.tip(), tip_shard(tiny)
+    parts = [data[tip.shards[0].data_start :]], data[tip.table.start : tip.shards[0].data_start]
+    for ends in (Ends(tip.run, 1, 2), Ends(tip.run, 1, 3), Ends("0" * 32, 2, 3)):
+        other, start = shard.pack_shard(ends, *parts)
+        assert start == tip.shards[0].data_start
+        forge.replace_tip_shard(tiny, other)
+        with pytest.raises(MalformedObject, match="is not that of run"):
+            read_blocks(tiny)
 
 
 def test_109_a_flood_in_a_shards_header_is_refused_and_not_echoed(
     tiny: tiny_log.TinyLog,
 ) -> None:
-    ref, data = tiny.log.tip().shards[0], tip_shard(tiny)
+    tip, data = tiny.log.tip(), tip_shard(tiny)
+    sizes = [("table", "U8", (tip.table.size,)), ("blocks", "U8", (len(data) - tip.shards[0].data_start,))]
     for size, message in ((1 << 20, "header of"), (1 << 19, "is not that of run")):
-        head = container.layout([("blocks", "U8", (len(data) - ref.data_start,))], {"flood": "x" * size})
-        forge.replace_tip_shard(tiny, head + data[ref.data_start :])
+        head = container.layout(sizes, {"flood": "x" * size})
+        table = tip.table.model_dump() | {"start": len(head)}
+        flooded, start = head + data[tip.table.start :], len(head) + tip.table.size
+        forge.replace_tip_shard(tiny, flooded, table=table, data_start=start)
         with pytest.raises(MalformedObject, match=message) as caught:
             read_blocks(tiny)
         assert len(str(caught.value)) < 1000
+
+
+def test_112_a_table_that_is_not_where_the_shard_has_it_is_refused_by_whoever_reads_the_whole(
+    tiny: tiny_log.TinyLog,
+) -> None:
+    tip, data, rows = tiny.log.tip(), tip_shard(tiny), tiny.log.table(tiny.log.tip()).blocks
+    start, end = tip.table.start - 8, tip.shards[0].data_start
+    forge.replace_tip(tiny, table={"start": start, "size": end - start, "sha256": forge.sha256(data[start:end])})
+    with pytest.raises(MalformedObject, match="its table is at"):
+        list(tiny.log.blocks(tiny.log.tip(), rows))

@@ -1,4 +1,4 @@
-"""Attacks 71–108: LATEST, manifests and chains that lie. Outcome of each: a named refusal, and nothing is applied."""
+"""Attacks 71–108, 116–118: LATEST, manifests and chains that lie. Outcome: a named refusal, and nothing is applied."""
 
 from __future__ import annotations
 
@@ -10,11 +10,14 @@ from typing import Any
 import forge
 import numpy as np
 import pytest
+import tiny_folds
 import tiny_log
 
 from vllm_delta_sync.errors import DeltaSyncError, DigestMismatch, MalformedObject, NotFound, VersionGap
 from vllm_delta_sync.log import DeltaLog, LogWriter
 from vllm_delta_sync.log import verify as checks
+from vllm_delta_sync.log.replica import Replica
+from vllm_delta_sync.wire.catalog import Catalog
 from vllm_delta_sync.wire.manifest import BaseRef, LatestPointer
 from vllm_delta_sync.wire.table import VersionTable
 from vllm_delta_sync.wire.tensors import TensorSpec
@@ -35,17 +38,18 @@ KEYS = [
 ]
 
 
-@pytest.mark.parametrize("field", ["table", "shards", "parent", "LATEST"])
+@pytest.mark.parametrize("field", ["shards", "parent", "LATEST", "LATEST base", "LATEST catalog"])
 def test_71_a_key_that_leads_out_of_the_run_is_refused(tiny: tiny_log.TinyLog, field: str) -> None:
     tip, path = tiny.log.tip().model_dump(mode="json"), tiny.run_dir / "LATEST"
     for key in KEYS:
-        if field == "LATEST":
-            path.write_bytes(forge.dump(json.loads(path.read_bytes()) | {"manifest": key}))
+        if field.startswith("LATEST"):
+            pointer, name = json.loads(path.read_bytes()), field.removeprefix("LATEST ").replace("LATEST", "manifest")
+            path.write_bytes(forge.dump(pointer | {name: pointer["manifest"] | {"key": key}}))
         elif field == "shards":
             forge.replace_tip(tiny, shards=[tip["shards"][0] | {"key": key}])
         else:
             forge.replace_tip(tiny, **{field: tip[field] | {"key": key}})
-        with pytest.raises(MalformedObject, match="manifest: " if field == "LATEST" else field):
+        with pytest.raises(MalformedObject, match=r"LATEST: \w+\.key: " if "LATEST" in field else field):
             tiny.log.tip()
 
 
@@ -70,7 +74,11 @@ def test_71_an_anchor_that_leads_out_of_its_prefix_or_the_run_is_refused(
     forge.replace_tip(tiny, anchor={"prefix": prefix, "files": [file]})
     with pytest.raises(MalformedObject, match=message):
         tiny.log.tip()
-    forge.replace_tip(tiny, anchor={"prefix": "anchors/1", "files": [file | {"key": "anchors/1/a"}]})
+    sound = file | {"key": "anchors/1/a"}
+    forge.replace_tip(tiny, anchor={"prefix": "anchors/1", "files": [sound | {"size": (1 << 40) + 1}]})
+    with pytest.raises(MalformedObject, match=r"anchor\.files\.0\.size: .*less than or equal"):
+        tiny.log.tip()
+    forge.replace_tip(tiny, anchor={"prefix": "anchors/1", "files": [sound]})
     assert tiny.log.tip().anchor is not None, "the anchor that the attacks start from is sound"
 
 
@@ -83,12 +91,12 @@ FIELDS: dict[str, dict[str, Any]] = {
     "77 an unknown kind": {"kind": "fold"},
     "78 a delta without a parent": {"parent": None},
     "79 a base that is not version 0": {"kind": "base", "parent": None},
-    "80 a size that is too large to fetch": {"table": {"key": "a", "size": 1 << 40, "sha256": "0" * 64}},
+    "80 a size that is too large to fetch": {"table": {"start": 300, "size": 1 << 40, "sha256": "0" * 64}},
     "81 a digest that is none": {"state_root": "xyz"},
     "82 metadata that is no map of strings": {"metadata": {"a": 1}},
     "83 metadata beyond 16 KiB": {"metadata": {"a": "x" * (16 << 10)}},
     "84 totals that do not add up": {"totals": {"tensors": 1, "elements": 1, "changed": 0, "bytes": 1}},
-    "85 ten thousand shards": {"shards": [{"key": "a", "size": 9, "sha256": "0" * 64, "data_start": 8}] * 10_000},
+    "85 five thousand shards": {"shards": [{"key": "a", "size": 9, "sha256": "0" * 64, "data_start": 8}] * 5000},
     "86 a delta that names a base": {"base": {"model": "x", "revision": None}},
 }
 
@@ -115,7 +123,7 @@ TEXTS = {
 @pytest.mark.parametrize("name", TEXTS)
 def test_hostile_json_is_refused(tiny: tiny_log.TinyLog, name: str) -> None:
     old, new = TEXTS[name]
-    data = tiny.object(tiny.log.latest().manifest).read_bytes()
+    data = tiny.object(tiny.log.latest().manifest.key).read_bytes()
     assert data.count(old) == 1
     forge.replace_tip_bytes(tiny, data.replace(old, new))
     with pytest.raises(MalformedObject):
@@ -147,7 +155,7 @@ def test_97_a_foreign_run_is_refused(tiny: tiny_log.TinyLog) -> None:
         mine.latest()
     forged = other.pointer.model_copy(update={"run": mine.run})
     (tiny.run_dir / "LATEST").write_bytes(forged.to_bytes())
-    shutil.copy(tiny.bucket / run / forged.manifest, tiny.object(forged.manifest))
+    shutil.copy(tiny.bucket / run / forged.manifest.key, tiny.object(forged.manifest.key))
     with pytest.raises(VersionGap, match=f"of run {run}"):
         mine.tip()
 
@@ -232,11 +240,22 @@ def _moved(tensor: int, spec: TensorSpec, row: Any) -> Any:
 
 
 def test_105_a_block_outside_its_shard_is_refused(tiny: tiny_log.TinyLog) -> None:
-    tip = tiny.log.tip()
-    shard = tip.shards[0].model_dump()
-    forge.replace_tip(tiny, shards=[shard | {"data_start": tip.shards[0].data_start + 1}])
+    table = tiny.log.table(tiny.log.tip())
+    last = max(range(len(table.blocks)), key=lambda row: table.blocks[row].offset)
+    rows = list(table.blocks)
+    rows[last] = dataclasses.replace(rows[last], offset=rows[last].offset + 1)
+    forge.replace_tip_table(tiny, VersionTable(table.tensors, table.hashes, tuple(rows)).to_bytes())
     with pytest.raises(MalformedObject, match="reaches beyond"):
         tiny.log.table(tiny.log.tip())
+
+
+def test_105_a_table_that_does_not_end_where_the_blocks_begin_is_refused(tiny: tiny_log.TinyLog) -> None:
+    """Whoever reads ranges would see other blocks than whoever reads the whole shard."""
+    tip = tiny.log.tip()
+    for by in (-1, 1):
+        forge.replace_tip(tiny, shards=[tip.shards[0].model_dump() | {"data_start": tip.shards[0].data_start + by}])
+        with pytest.raises(MalformedObject, match="the table ends at"):
+            tiny.log.tip()
 
 
 def test_106_a_table_with_other_totals_than_its_manifest_is_refused(tiny: tiny_log.TinyLog) -> None:
@@ -265,6 +284,39 @@ def test_108_a_shard_that_no_block_refers_to_is_verified_too(tiny: tiny_log.Tiny
     assert [(fault.version, fault.cause) for fault in checks.verify(tiny.log).faults] == [(3, "not_found")]
     tiny.object("versions/idle.safetensors").write_bytes(b"123456789")
     assert [(fault.version, fault.cause) for fault in checks.verify(tiny.log).faults] == [(3, "digest")]
+
+
+def test_116_a_latest_of_absurd_height_is_refused_before_anything_is_planned(tiny: tiny_log.TinyLog) -> None:
+    """An edge for every version up to it would take all memory."""
+    (tiny.run_dir / "LATEST").write_bytes(tiny.log.latest().model_copy(update={"version": 10**9}).to_bytes())
+    with pytest.raises(VersionGap, match=r"LATEST says version 1000000000, .* planned over"):
+        tiny.log.catalog()
+    with pytest.raises(VersionGap, match="planned over"):
+        Replica(tiny.log, tiny.base).follow(tiny.log.latest())
+
+
+@pytest.mark.parametrize(
+    ("files", "message"),
+    [
+        ([("a", 1 << 41)], r"anchor\.files\.0\.size"),
+        ([("a", 1), ("a", 1)], "two of its files have the same key"),
+    ],
+)
+def test_117_an_anchor_of_absurd_or_repeated_files_is_refused(
+    tiny: tiny_log.TinyLog, files: list[tuple[str, int]], message: str
+) -> None:
+    stated = [{"key": f"anchors/1/{name}", "size": size, "sha256": "0" * 64} for name, size in files]
+    forge.replace_tip(tiny, anchor={"prefix": "anchors/1", "files": stated})
+    with pytest.raises(MalformedObject, match=message):
+        tiny.log.tip()
+
+
+def test_118_an_anchor_that_does_not_cost_what_it_says_is_refused(tiny: tiny_log.TinyLog) -> None:
+    tiny_folds.add_anchor(tiny, 2)
+    catalog = json.loads(tiny.log.catalog().to_bytes())
+    catalog["anchors"][0]["bytes"] -= 1
+    with pytest.raises(MalformedObject, match=r"anchors\.0: .*but the files have"):
+        Catalog.from_bytes(forge.dump(catalog), "the catalog")
 
 
 def test_every_refusal_is_typed_and_names_where_it_happened(tiny: tiny_log.TinyLog) -> None:

@@ -1,4 +1,4 @@
-"""Attacks 01–50, 110–111: tables and containers that lie. Outcome of each: MalformedObject, naming the file."""
+"""Attacks 01–50, 110–111, 113–115: tables and containers that lie. Outcome: MalformedObject, naming the file."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ ATTACKS: dict[str, tuple[Callable[[columns.Columns], None], str]] = {
     "04 a block beyond its tensor": (put("blocks.start", 2, 1), "beyond its tensor"),
     "05 a start that wraps around 64 bits": (put("blocks.start", 2, (1 << 64) - 1), "beyond any file"),
     "06 a block of a tensor that is not listed": (put("blocks.tensor", 2, 2), "names tensor 2 of 2"),
-    "07 an empty block": (put("blocks.count", 2, 0), "1 to 2147483647 elements"),
+    "07 an empty block": (put("blocks.count", 2, 0), "1 to 16777216 elements"),
     "08 no changes in a block": (put("blocks.changed", 0, 0), "1 to its count"),
     "09 more changes than elements": (put("blocks.changed", 1, 501), "1 to its count"),
     "10 an unknown codec": (put("blocks.codec", 0, 3), "codec is not one of"),
@@ -51,7 +51,10 @@ ATTACKS: dict[str, tuple[Callable[[columns.Columns], None], str]] = {
     "15 an index stream shorter than its changes": (put("blocks.raw", (0, 0), 49), "cannot be that long"),
     "16 a value stream that claims gigabytes": (put("blocks.raw", (2, 1), 1 << 40), "values take"),
     "17 steps longer than three bytes each": (put("blocks.raw", (0, 1), 151), "one or three bytes"),
-    "18 a sparse block larger than its dense copy": (put("blocks.length", (2, 1), 81), "larger than its dense copy"),
+    "18 a sparse block much larger than its dense copy": (
+        put("blocks.length", (2, 1), 581),
+        "larger than its dense copy",
+    ),
     "19 two blocks in the same bytes of a shard": (put("blocks.offset", 1, 69), "share bytes"),
     "20 duplicate tensor names": (swap("tensors.names", text(b"a\na\n")), "sorted and unique"),
     "21 a negative size": (put("tensors.shape", 1, -4), "integers >= 0"),
@@ -62,6 +65,15 @@ ATTACKS: dict[str, tuple[Callable[[columns.Columns], None], str]] = {
     "26 a name without its end": (swap("tensors.names", text(b"a\nb")), "one name"),
     "27 an empty name": (swap("tensors.names", text(b"\nb\n")), "must be 1 to"),
     "28 ranks that do not add up": (put("tensors.rank", 0, 2), "add up"),
+    "113 a block that takes gigabytes to decode": (
+        put("blocks.count", 2, (1 << 24) + 1),
+        "1 to 16777216 elements",
+    ),
+    "114 more tensors than any model has": (swap("tensors.dtype", np.ones((1 << 19) + 1, np.uint8)), "at most 524288"),
+    "115 more blocks than any has": (
+        swap("blocks.tensor", np.zeros((1 << 20) + 1, np.uint32)),
+        "at most 1048576",
+    ),
     "29 a column with a missing row": (swap("blocks.digest", np.zeros((2, 16), np.uint8)), "2 rows"),
 }
 

@@ -84,3 +84,72 @@ def hash(
     console.print(
         f"state hash {speed.hash_gb_s:.2f} GB/s, read {speed.read_gb_s:.2f} GB/s, one thread; {native.backend()}"
     )
+
+
+@app.command()
+def fetch(
+    old: Old = None,
+    new: New = None,
+    cache: Cache = Path(".cache"),
+    json: output.AsJson = False,
+) -> None:
+    """Bytes that each of two nodes fetches of one update, for three ways to lay out the model over them."""
+    from vllm_delta_sync.bench import fetch as measurement
+
+    nodes = measurement.measure(*_checkpoints(old, new, cache))
+    if json:
+        output.print_json({"nodes": [asdict(node) for node in nodes]})
+        return
+    console = Console(soft_wrap=True, highlight=False)
+    console.print(f"an update of {nodes[0].update:,} bytes")
+    for node in nodes:
+        console.print(
+            f"{node.layout:18} node {node.node}: {node.fetched:12,} bytes, {node.fetched / node.needed:.3f} of what it "
+            f"needs, {node.fetched / node.update:.3f} of all"
+        )
+
+
+@app.command("catch-up")
+def catch_up(
+    levels: Annotated[int, typer.Option(help="Folds of 2, 4, … 2^LEVELS versions.", min=0)] = 5,
+    reach: Annotated[int, typer.Option(help="Versions behind that one fold nearly covers; 0: none.", min=0)] = 100,
+    stride: Annotated[int, typer.Option(help="Versions between two of those.", min=1)] = 4,
+    elements: Annotated[int, typer.Option(help="Of the synthetic model, about.", min=1000)] = 1_300_000,
+    versions: Annotated[int, typer.Option(help="Of the synthetic walk.", min=2)] = 196,
+    drift: Annotated[
+        float, typer.Option(help="A gradient's mean beside its deviation of 1: what does not average out.")
+    ] = 0.1,
+    behind: Annotated[list[int], typer.Option(help="Versions behind, for one row; may be given again.", min=1)] = [  # noqa: B006
+        20,
+        50,
+        100,
+        150,
+    ],
+    json: output.AsJson = False,
+) -> None:
+    """Bytes to catch up over the folds of a schedule, beside one fold of the whole way, from every start."""
+    import tempfile
+
+    from vllm_delta_sync.bench import catch_up as measurement
+    from vllm_delta_sync.log import FoldSchedule
+
+    if max(behind) > versions:
+        raise ConfigError(f"nobody can be {max(behind)} versions behind in a walk of {versions}; give more --versions")
+    schedule = FoldSchedule(levels=levels, reach=reach, stride=stride)
+    with tempfile.TemporaryDirectory(prefix="vllm-delta-sync-") as directory:
+        report = measurement.measure(
+            Path(directory), schedule, elements=elements, versions=versions, behind=behind, drift=drift
+        )
+    if json:
+        output.print_json(asdict(report))
+        return
+    console = Console(soft_wrap=True, highlight=False)
+    console.print(
+        f"{report.changed:.2%} changed per version, {report.delta_bytes:,.0f} bytes; folds add "
+        f"{report.fold_bytes / report.delta_bytes:.2f} times as many"
+    )
+    for way in report.ways:
+        console.print(
+            f"{way.behind:4} behind, {way.starts} starts: {way.worst:.3f} of one fold at worst, {way.mean:.3f} on "
+            f"average; {way.hops} hops, {way.objects} objects at most"
+        )

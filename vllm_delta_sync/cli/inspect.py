@@ -17,16 +17,17 @@ from vllm_delta_sync.cli import output
 from vllm_delta_sync.errors import NotFound
 from vllm_delta_sync.log import DeltaLog
 from vllm_delta_sync.wire import codec_rules, container, state_hash
-from vllm_delta_sync.wire.manifest import LatestPointer, Manifest
+from vllm_delta_sync.wire.catalog import Catalog
+from vllm_delta_sync.wire.manifest import FORMAT, LatestPointer, Manifest
 from vllm_delta_sync.wire.table import VersionTable
 
 
 def inspect(
-    where: Annotated[str, typer.Argument(help="A log (URI or path), or the path of a shard, table or manifest.")],
+    where: Annotated[str, typer.Argument(help="A log (URI or path), or the path of one of its files.")],
     run: Annotated[str | None, typer.Option(help="Id of the run; the current one when left out.")] = None,
     json: output.AsJson = False,
 ) -> None:
-    """Show a log's versions, or what a shard, table or manifest holds."""
+    """Show a log's versions, or what a shard, table, manifest, catalog or LATEST holds."""
     path = Path(where)
     found = _file(path) if path.is_file() else _log(DeltaLog.open(where, run))
     if json:
@@ -70,14 +71,26 @@ def _file(path: Path) -> dict[str, object]:
     if path.name == "LATEST":
         return LatestPointer.from_bytes(data, what).model_dump(mode="json")
     if path.name.endswith(".safetensors"):
-        # A shard, or a file of an anchor.
-        header = container.parse_file(data, what, max_header=container.CHECKPOINT_HEADER_BYTES)
-        tensors = [
-            {"name": name, "dtype": entry.dtype, "shape": list(entry.shape), "bytes": entry.end - entry.start}
-            for name, entry in header.entries.items()
-        ]
-        return {"metadata": header.metadata, "data_start": header.data_start, "tensors": tensors}
-    raise NotFound(f"{path} is none of *.manifest.json, *.table.zst, *.safetensors and LATEST; name one, or a log")
+        return _safetensors(data, what)
+    if path.name.endswith(".json") and path.parent.name == "catalogs":
+        return Catalog.from_bytes(data, what).model_dump(mode="json")
+    raise NotFound(
+        f"{path} is none of *.manifest.json, *.table.zst, *.safetensors, catalogs/*.json and LATEST; name one, or a log"
+    )
+
+
+def _safetensors(data: bytes, what: str) -> dict[str, object]:
+    """A shard, with its table when it is a first one, or a file of an anchor."""
+    header = container.parse_file(data, what, max_header=container.CHECKPOINT_HEADER_BYTES)
+    entries = [
+        {"name": name, "dtype": entry.dtype, "shape": list(entry.shape), "bytes": entry.end - entry.start}
+        for name, entry in sorted(header.entries.items(), key=lambda item: (item[1].start, item[1].end))
+    ]
+    found: dict[str, object] = {"metadata": header.metadata, "data_start": header.data_start, "entries": entries}
+    table = header.entries.get("table")
+    if header.metadata.get("format") == FORMAT and table is not None:
+        found |= _table(VersionTable.from_bytes(data[table.start : table.end], f"{what}, table"))
+    return found
 
 
 def _table(table: VersionTable) -> dict[str, object]:

@@ -39,6 +39,20 @@ def size(count: float) -> str:
     return f"{count:.3g} TB"
 
 
+def console() -> Console:
+    """The console of stdout, wide enough for every table where that is no terminal that would say how wide it is."""
+    made = Console(highlight=False)
+    return made if made.is_terminal else Console(highlight=False, width=400)
+
+
+def age(seconds: float) -> str:
+    """A time span for people, in the largest unit of which there are two: `3 min`; one that is negative, `0 s`."""
+    for unit, length in (("d", 86400), ("h", 3600), ("min", 60)):
+        if seconds >= 2 * length:
+            return f"{seconds / length:.0f} {unit}"
+    return f"{max(0.0, seconds):.0f} s"
+
+
 @contextmanager
 def progress() -> Iterator[Progress]:
     """A bar per kind of work on stderr; nothing when stderr is no terminal."""

@@ -9,6 +9,7 @@ import math
 import shutil
 import statistics
 import time
+import uuid
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -23,6 +24,7 @@ from vllm_delta_sync.demo.session import Commit, Session
 from vllm_delta_sync.demo.train import Trainer
 from vllm_delta_sync.log import DeltaLog
 from vllm_delta_sync.log.export import export
+from vllm_delta_sync.store import open_store
 from vllm_delta_sync.trainer import Publication, Publisher
 
 MIN_STEPS = 6
@@ -60,6 +62,7 @@ class Result:
     token_gap_p99_ms: float  # between two tokens of a stream, while publishing
     token_gap_p99_nosync_ms: float  # the same streams and training, without publishing
     tp: int
+    store: str  # scheme of the bucket's URI
 
     @property
     def wrong(self) -> list[str]:
@@ -84,13 +87,14 @@ class _Run:
     synced: list[tuple[float, float]]  # and with
 
 
-def run(cache: Path, steps: int, tensor_parallel: int, keep: bool, console: Console) -> Result:
+def run(cache: Path, steps: int, tensor_parallel: int, bucket: str | None, keep: bool, console: Console) -> Result:
     """Run the demo.
 
     Args:
         cache: folder for models, which stay, and for the bucket, logs and dumps, which go at the end unless `keep`.
         steps: versions to publish, at least 6.
         tensor_parallel: 1 or 2 ranks.
+        bucket: URI of a store in which this run gets a folder, which goes at the end too; None takes one in `cache`.
         keep: leave everything in place.
         console: for people.
     """
@@ -99,19 +103,20 @@ def run(cache: Path, steps: int, tensor_parallel: int, keep: bool, console: Cons
     work.mkdir(parents=True)
     console.print("building the model (ten seconds, the first time)")
     model = checkpoint.smollm2(cache) if tensor_parallel == 1 else checkpoint.tp_twin(cache)
-    session = Session(work, model, work / "bucket", tensor_parallel)
+    place = own_place(bucket or (work / "bucket").as_uri())
+    session = Session(work, model, place, tensor_parallel)
     console.print(f"starting vllm serve with {tensor_parallel} rank(s) (up to a minute); log: {work / 'server.log'}")
     with session.server:
         with Load(session.server.url, STREAMS, work / "traffic.json") as load:
             torch.set_num_threads(1)
             trainer = Trainer(model)
-            done = _train_and_publish(trainer, model, session, work / "bucket", steps, load, console)
+            done = _train_and_publish(trainer, model, session, place, steps, load, console)
         console.print("\nchecking the live weights: by state hash, then byte for byte")
         served = [session.server.complete(prompt, GREEDY_TOKENS) for prompt in GREEDY_PROMPTS]
         audit = session.audit()
         session.dump(work / "live")
     exported = work / "exported"
-    export(DeltaLog.open(work / "bucket"), steps, exported, model)
+    export(DeltaLog.open(place), steps, exported, model)
     wrong = check.differing_hashes(audit["tensor_hashes"] or (), trainer.state())
     wrong += check.differing_bytes(work / "live", tensor_parallel, exported / checkpoint.WEIGHTS)
     wrong += check.differing_tensors(exported / checkpoint.WEIGHTS, trainer.state())
@@ -122,19 +127,27 @@ def run(cache: Path, steps: int, tensor_parallel: int, keep: bool, console: Cons
     for failure in done.traffic.failures:
         console.print(f"[red]{failure}", highlight=False)
     at_last_version = audit["version"] == steps and not audit["wrong"]
-    result = _result(done, model.name, tensor_parallel, not wrong and at_last_version, served == fresh)
+    result = _result(done, model.name, tensor_parallel, place, not wrong and at_last_version, served == fresh)
     if not keep:
+        store = open_store(place)
+        store.delete(store.list())
         shutil.rmtree(work)
     return result
 
 
+def own_place(bucket: str) -> str:
+    """The URI of a new folder in a bucket, which no other run of the demo uses."""
+    return f"{bucket.rstrip('/')}/demo-{uuid.uuid4().hex[:8]}"
+
+
 def _train_and_publish(
-    trainer: Trainer, model: Path, session: Session, bucket: Path, steps: int, load: Load, console: Console
+    trainer: Trainer, model: Path, session: Session, bucket: str, steps: int, load: Load, console: Console
 ) -> _Run:
     publications: list[Publication] = []
     published_at: dict[int, float] = {}
     quiet, synced = [], []
-    with Publisher.open(bucket.as_uri(), base=model, threads=1) as publisher:
+    # No folds: nobody joins this run late, and two cores have enough to do.
+    with Publisher.open(bucket, base=model, threads=1, folds=None, anchors=None) as publisher:
         session.wait_until_served(0)
         console.print(
             f"training beside {STREAMS} streams: {QUIET_STEPS} steps unpublished, {PUBLISHED_STEPS} published, …"
@@ -162,7 +175,7 @@ def _train_and_publish(
 def _fresh_completions(work: Path, exported: Path, tensor_parallel: int) -> list[str]:
     # With the extension and an empty bucket: on CPU the extension chooses the matrix kernels, and only equal kernels
     # can be expected to round equally.
-    fresh = Session(work / "fresh", exported, work / "nothing", tensor_parallel)
+    fresh = Session(work / "fresh", exported, (work / "nothing").as_uri(), tensor_parallel)
     with fresh.server as server:
         return [server.complete(prompt, GREEDY_TOKENS) for prompt in GREEDY_PROMPTS]
 
@@ -185,7 +198,9 @@ def _table(publications: list[Publication], published_at: dict[int, float], comm
     return table
 
 
-def _result(done: _Run, model: str, tensor_parallel: int, bit_identical: bool, greedy_equal: bool) -> Result:
+def _result(
+    done: _Run, model: str, tensor_parallel: int, place: str, bit_identical: bool, greedy_equal: bool
+) -> Result:
     changed = [publication.changed for publication in done.publications]
     pauses = [1e3 * commit.commit_s for commit in done.commits]
     shares = [100 * publication.changed / publication.elements for publication in done.publications]
@@ -203,4 +218,5 @@ def _result(done: _Run, model: str, tensor_parallel: int, bit_identical: bool, g
         token_gap_p99_ms=round(done.traffic.gap_percentile(99, done.synced), 1),
         token_gap_p99_nosync_ms=round(done.traffic.gap_percentile(99, done.quiet), 1),
         tp=tensor_parallel,
+        store=place.partition("://")[0],
     )

@@ -38,15 +38,15 @@ class Session:
     Args:
         work: directory for its log, its settings and its status.
         model: checkpoint directory that it starts on.
-        bucket: directory of the store.
+        bucket: URI of the store.
         tensor_parallel: ranks.
     """
 
-    def __init__(self, work: Path, model: Path, bucket: Path, tensor_parallel: int) -> None:
+    def __init__(self, work: Path, model: Path, bucket: str, tensor_parallel: int) -> None:
         self._ranks = tensor_parallel
         self._runtime = work / "runtime"  # of its own, so that the only status in it is this server's
         self._runtime.mkdir(parents=True, exist_ok=True)
-        settings = {"store": bucket.as_uri(), "poll_interval_s": POLL_INTERVAL_S}
+        settings = {"store": bucket, "poll_interval_s": POLL_INTERVAL_S}
         self.server = VllmServer(
             model,
             work / "server.log",
@@ -55,7 +55,11 @@ class Session:
                 "worker-extension-cls": "vllm_delta_sync.WorkerExtension",
                 "additional-config": {"delta_sync": settings},
             },
-            environment={"XDG_RUNTIME_DIR": str(self._runtime)},
+            environment={
+                "XDG_RUNTIME_DIR": str(self._runtime),
+                # Without a need for the Hub, vLLM is kept from asking it; whoever follows a bucket there has to.
+                "HF_HUB_OFFLINE": "0" if bucket.startswith("hf://") else "1",
+            },
         )
 
     def status(self) -> dict[str, Any]:

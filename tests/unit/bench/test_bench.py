@@ -9,7 +9,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from vllm_delta_sync.bench import apply, hash
+from vllm_delta_sync.bench import apply, fetch, hash
 from vllm_delta_sync.bench.clock import interleaved
 from vllm_delta_sync.errors import BaseMismatch
 
@@ -53,3 +53,22 @@ def test_the_hash_is_reported_beside_the_read_speed(tmp_path: Path) -> None:
     speed = hash.measure(checkpoint(tmp_path / "one", a=torch.zeros(100_000, dtype=torch.bfloat16)), rounds=1)
     assert asdict(speed).keys() == {"hash_gb_s", "read_gb_s"}
     assert min(speed.hash_gb_s, speed.read_gb_s) > 0
+
+
+def test_two_nodes_fetch_what_each_of_them_holds(tmp_path: Path) -> None:
+    names = [f"model.layers.{layer}.{kind}.weight" for layer in range(2) for kind in ("q_proj", "o_proj")]
+    old = {name: torch.randn(2048, 1024).bfloat16() for name in names}
+    new = {name: tensor.clone() for name, tensor in old.items()}
+    for tensor in new.values():
+        tensor.view(-1)[::50] += 1
+    nodes = fetch.measure(checkpoint(tmp_path / "old", **old), checkpoint(tmp_path / "new", **new))
+    shares = {(node.layout, node.node): node.fetched / node.update for node in nodes}
+    assert shares == pytest.approx(
+        {
+            **{("pipeline", node): 0.5 for node in range(2)},
+            **{("rows", node): 0.5 for node in range(2)},
+            **{("rows and columns", node): 0.75 for node in range(2)},
+        },
+        rel=0.05,
+    )
+    assert all(node.fetched <= 1.1 * node.needed for node in nodes)

@@ -86,12 +86,12 @@ def test_inspect_shows_the_versions_of_a_log(tiny: tiny_log.TinyLog) -> None:
 def test_inspect_shows_what_a_file_holds(tiny: tiny_log.TinyLog) -> None:
     manifest = tiny.log.tip()
     table = tiny.log.table(manifest)
-    found = run_json("inspect", tiny.object(manifest.table.key))
+    found = run_json("inspect", tiny.object(manifest.shards[0].key))
     assert [row["name"] for row in found["tensors"]] == [spec.name for spec in table.tensors]
     assert len(found["blocks"]) == len(table.blocks)
-    shard = run_json("inspect", tiny.object(manifest.shards[0].key))
-    assert shard["metadata"] == {"format": "vllm-delta-sync/1", "run": tiny.log.run, "version": "3"}
-    key = tiny.log.latest().manifest
+    assert found["metadata"] == {"format": "vllm-delta-sync/1", "run": tiny.log.run, "source": "2", "version": "3"}
+    assert [entry["name"] for entry in found["entries"]] == ["table", "blocks"]
+    key = tiny.log.latest().manifest.key
     assert run_json("inspect", tiny.object(key)) == manifest.model_dump(mode="json")
 
 

@@ -1,0 +1,134 @@
+"""What catching up costs over the folds of a schedule, beside one fold of the whole way, for every start there is.
+
+Does not fetch anything: it weighs the objects of a log that it writes itself, of a synthetic walk.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+
+import numpy as np
+
+from vllm_delta_sync import native
+from vllm_delta_sync.bench.warm_walk import DRIFT, Model, WarmWalk
+from vllm_delta_sync.log import DeltaLog, FoldSchedule, LogWriter, TensorUpdate
+from vllm_delta_sync.log.folding import write_scheduled
+from vllm_delta_sync.log.layers import between
+from vllm_delta_sync.log.packing import pack
+from vllm_delta_sync.log.plan import Edge, plan
+from vllm_delta_sync.log.shelf import Shelf
+from vllm_delta_sync.store import Store, open_store
+from vllm_delta_sync.wire import state_hash
+from vllm_delta_sync.wire.checkpoint import write_checkpoint
+from vllm_delta_sync.wire.codecs import encode_block
+from vllm_delta_sync.wire.manifest import BaseRef
+from vllm_delta_sync.wire.shard import TARGET_BYTES, Ends, pack_shard
+from vllm_delta_sync.wire.tensors import split_blocks
+
+
+@dataclass(frozen=True, slots=True)
+class CatchUp:
+    """A follower `behind` versions behind each possible tip."""
+
+    behind: int  # versions
+    starts: int  # how many were weighed
+    worst: float  # bytes of the cheapest way over those of one fold of the whole way
+    mean: float
+    hops: int  # of the cheapest way, at most
+    objects: int  # fetched at most: LATEST, the catalog, each fold's or delta's shard, and each delta's manifest
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """What a schedule costs and gives."""
+
+    changed: float  # share of the elements, per version
+    delta_bytes: float  # per version
+    fold_bytes: float  # per version
+    ways: tuple[CatchUp, ...]
+
+
+def measure(
+    directory: Path,
+    schedule: FoldSchedule,
+    *,
+    elements: int,
+    versions: int,
+    behind: Iterable[int],
+    drift: float = DRIFT,
+) -> Report:
+    """Write a walk of that many versions into an empty directory, fold it, and weigh the ways to catch up."""
+    models = list(WarmWalk(elements, drift=drift).models(versions))
+    log = write(open_store(os.fspath(directory / "bucket")), directory / "base", models)
+    write_scheduled(log, schedule, 1)
+    manifests = log.manifests()
+    folds = log.catalog().folds
+    edges = [Edge(fold.source, fold.to, fold.totals.bytes) for fold in folds]
+    edges += [Edge(one.version - 1, one.version, one.totals.bytes) for one in manifests[1:]]
+    ideal = Ideal(log, models)
+    return Report(
+        changed=float(np.mean([one.totals.changed / one.totals.elements for one in manifests[1:]])),
+        delta_bytes=float(np.mean([one.totals.bytes for one in manifests[1:]])),
+        fold_bytes=sum(fold.totals.bytes for fold in folds) / versions,
+        ways=tuple(weigh(edges, ideal, distance, versions) for distance in behind),
+    )
+
+
+def write(store: Store, base: Path, models: list[Model]) -> DeltaLog:
+    """A log of these models, without folds, whose base is written to the directory `base`."""
+    write_checkpoint(base, models[0].values())
+    states = {spec: state_hash.of_tensor(spec, bits) for spec, bits in models[0].values()}
+    writer = LogWriter.create(store, states, base=BaseRef(model=str(base)))
+    for old, new in pairwise(models):
+        updates = _updates(old, new)
+        states |= {update.spec: update.lanes for update in updates}
+        writer.commit(updates, state_root=state_hash.state_root(states))
+    return DeltaLog.open(store)
+
+
+def _updates(old: Model, new: Model) -> list[TensorUpdate]:
+    updates = []
+    for name, (spec, bits) in new.items():
+        blocks = []
+        for start, count in split_blocks(spec):
+            part = bits[start : start + count]
+            changes = native.diff(old[name][1][start : start + count], part, advance=False)
+            if changes.positions.size:
+                blocks.append((start, count, encode_block(spec, changes, start, count, part)))
+        if blocks:
+            updates.append(TensorUpdate(spec, state_hash.of_tensor(spec, bits), blocks))
+    return updates
+
+
+class Ideal:
+    """The size of one fold between any two versions of a log, as it would be if it were written."""
+
+    def __init__(self, log: DeltaLog, models: list[Model]) -> None:
+        self._run = log.run
+        self._shelf = Shelf(log, log.latest())
+        self._models = models
+
+    def bytes(self, source: int, to: int) -> int:
+        """Bytes of the shards of the fold from `source` to `to`."""
+        layer = between(self._shelf.end(source), self._shelf.end(to), self._models[source], self._models[to])
+        packed = pack(layer.updates(), TARGET_BYTES)
+        tables = [packed.table.to_bytes(), *[None] * (len(packed.shards) - 1)]
+        ends = Ends(self._run, source, to)
+        shards = zip(packed.shards, tables, strict=True)
+        return sum(len(pack_shard(ends, payloads, table)[0]) for payloads, table in shards)
+
+
+def weigh(edges: list[Edge], ideal: Ideal, behind: int, versions: int) -> CatchUp:
+    ratios, hops, objects = [], [], []
+    for tip in range(behind, versions + 1):
+        start = tip - behind
+        within = [edge for edge in edges if edge.source is not None and edge.source >= start and edge.to <= tip]
+        way = plan(within, start, tip)
+        ratios.append(sum(edge.bytes for edge in way) / ideal.bytes(start, tip))
+        hops.append(len(way))
+        objects.append(2 + len(way) + sum(edge.source == edge.to - 1 for edge in way))
+    return CatchUp(behind, len(ratios), max(ratios), float(np.mean(ratios)), max(hops), max(objects))
