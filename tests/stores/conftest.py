@@ -100,6 +100,17 @@ STORES: dict[str, Maker] = {
 }
 
 
+@pytest.fixture
+def hub(running: Servers, monkeypatch: pytest.MonkeyPatch) -> Iterator[HubProcess]:
+    """A stand-in Hub without faults, to which the environment leads."""
+    found = running.hub()
+    for name, value in found.environment.items():
+        monkeypatch.setenv(name, value)
+    found.heal()
+    yield found
+    found.heal()
+
+
 @pytest.fixture(
     params=[pytest.param(name, marks=pytest.mark.seaweedfs if name == "seaweedfs" else ()) for name in STORES]
 )

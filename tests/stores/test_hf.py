@@ -8,7 +8,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -25,16 +25,6 @@ from vllm_delta_sync.wire.manifest import Found
 
 DATA = os.urandom(70_000)  # no compressible byte: a wrong one comes through where nobody verifies
 QUICK_S, PATIENT_S = 2.0, 20.0
-
-
-@pytest.fixture
-def hub(running: Any, monkeypatch: pytest.MonkeyPatch) -> Iterator[HubProcess]:
-    found: HubProcess = running.hub()
-    for name, value in found.environment.items():
-        monkeypatch.setenv(name, value)
-    found.heal()
-    yield found
-    found.heal()
 
 
 _numbers = iter(range(1_000_000))

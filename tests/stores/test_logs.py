@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -110,16 +109,6 @@ class Follower:
         except DeltaSyncError as error:
             return error.cause
         return ""
-
-
-@pytest.fixture
-def hub(running: Any, monkeypatch: pytest.MonkeyPatch) -> Iterator[HubProcess]:
-    found: HubProcess = running.hub()
-    for name, value in found.environment.items():
-        monkeypatch.setenv(name, value)
-    found.heal()
-    yield found
-    found.heal()
 
 
 _numbers = iter(range(1_000_000))

@@ -26,16 +26,6 @@ from vllm_delta_sync.store import Store, open_store
 QUICK_S = 2.0  # of one call; short, because failing ones take all of it
 
 
-@pytest.fixture
-def hub(running: Any, monkeypatch: pytest.MonkeyPatch) -> Iterator[HubProcess]:
-    found: HubProcess = running.hub()
-    for name, value in found.environment.items():
-        monkeypatch.setenv(name, value)
-    found.heal()
-    yield found
-    found.heal()
-
-
 _numbers = iter(range(1_000_000))
 
 
