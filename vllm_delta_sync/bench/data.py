@@ -1,0 +1,71 @@
+"""The updates that everything here is measured on: two real steps of SmolLM2-135M, and two synthetic ones.
+
+Does not measure, and does not make anything twice: checkpoints stay in a cache folder.
+"""
+
+from __future__ import annotations
+
+from enum import StrEnum
+from pathlib import Path
+
+import torch
+from safetensors.torch import load_file
+
+from vllm_delta_sync.demo import checkpoint
+from vllm_delta_sync.demo.steps import real_step
+from vllm_delta_sync.demo.train import Trainer
+
+SEED = 20260101
+INSIDE = 0.998  # of a rounding cell: what rounding to fp32 cannot carry over its edge
+SPREAD = {"sparse": 7e-7, "dense": 1.6e-4}  # standard deviation of an update, found by trial to change the stated share
+
+
+class Data(StrEnum):
+    """Which update. `cold` and `warm` are an AdamW step at a learning rate of 3e-6 on 4 × 128 tokens of English."""
+
+    COLD = "cold"  # the fp32 master began at the bf16 checkpoint itself: every weight in the middle of its rounding cell
+    WARM = "warm"  # it began anywhere inside the cells, as after a long run
+    SPARSE = "sparse"  # normal updates of one size, about 0.1 % of the elements change
+    DENSE = "dense"  # the same, about 20 %
+
+
+def make(data: Data, cache: Path) -> tuple[Path, Path]:
+    """The directories of the older and the newer checkpoint of an update, bf16, made in `cache` when they are not there.
+
+    Seeded throughout. The real steps take about a minute each to make.
+
+    Raises ConfigError as `demo.checkpoint.smollm2` does.
+    """
+    if data is Data.COLD:
+        return real_step(cache)
+    if data is Data.WARM:
+        return real_step(cache, "smollm2-135m-warm-step", _jitter_master)
+    old = real_step(cache)[0]
+
+    def build(directory: Path) -> None:
+        random = torch.Generator().manual_seed(SEED)
+        tensors = load_file(old / checkpoint.WEIGHTS)
+        moved = {}
+        for name in sorted(tensors):
+            master = jittered(tensors[name], random)
+            moved[name] = master + SPREAD[data] * torch.randn(master.shape, generator=random)
+        checkpoint.write(directory, moved, like=old)
+
+    return old, checkpoint.build_once(cache / f"smollm2-135m-{data}", build)
+
+
+def jittered(bits: torch.Tensor, random: torch.Generator) -> torch.Tensor:
+    """fp32 numbers drawn uniformly from the rounding cells of bf16 numbers, any shape: each rounds to its own again."""
+    places = bits.view(torch.int16)
+    outward = ((places + 1).view(torch.bfloat16).float() - bits.float()) / 2  # away from zero
+    inward = ((places - 1).view(torch.bfloat16).float() - bits.float()) / 2
+    inward = torch.where(places & 0x7FFF == 0, -outward, inward)  # below zero lies the other sign
+    draw = (torch.rand(bits.shape, generator=random) * 2 - 1) * INSIDE
+    return bits.float() + torch.where(draw < 0, -draw * inward, draw * outward)
+
+
+def _jitter_master(trainer: Trainer) -> None:
+    random = torch.Generator().manual_seed(SEED)
+    with torch.no_grad():
+        for _, parameter in sorted(trainer.state().items()):
+            parameter.copy_(jittered(parameter.detach().to(torch.bfloat16), random))
