@@ -93,7 +93,7 @@ struct Grid {
   }
 };
 
-// Calls visit(i, tile, element in the tile) for positions in ascending order.
+// Calls visit(i, tile, element in the tile) for those of the positions, which ascend, that lie in a strip.
 template <typename Visit>
 void place(const Grid& grid, const int64_t* first_tiles, const uint32_t* positions, int64_t n, Visit visit) {
   int64_t row = 0, s = 0;
@@ -104,7 +104,8 @@ void place(const Grid& grid, const int64_t* first_tiles, const uint32_t* positio
       column %= grid.row_length;
       s = 0;
     }
-    while (column >= grid.strips[s].column + grid.strips[s].columns) ++s;
+    while (s < grid.count && column >= grid.strips[s].column + grid.strips[s].columns) ++s;
+    if (s == grid.count || column < grid.strips[s].column) continue;
     const Strip& strip = grid.strips[s];
     const int64_t height = strip.tile_rows(), chunk = grid.rows <= height ? 0 : row / height;
     visit(i, first_tiles[s] + chunk, (row - chunk * height) * strip.columns + column - strip.column);
@@ -173,14 +174,14 @@ int64_t encode(const Model& model, const T* old, const Grid& grid, const uint32_
 
 template <typename T>
 int64_t tally(const Model& model, const T* old, const Grid& grid, const uint32_t* positions, const T* before, const T* after,
-              int64_t n, int64_t every, void* memory, uint64_t* gaps, uint64_t* steps) {
+              int64_t n, void* memory, uint64_t* gaps, uint64_t* steps) {
   Arena arena(memory);
   const Scratch scratch = tile_scratch(arena);
   const Sorted<T> sorted = take_sorted<T>(arena, grid.count, grid.tiles(), n);
   sort(grid, positions, before, after, n, sorted);
   grid.each_tile([&](const Tile& tile, int64_t index) {
     const TileChanges<T> changes = sorted.of(index);
-    if (index % every == 0 && changes.n > 0)
+    if (changes.n > 0)
       kernels_for<T>().tally(model, {old, grid.row_length}, tile, changes, scratch, gaps, steps);
     return true;
   });
@@ -278,12 +279,12 @@ VDS_API int64_t vds_ctx_scratch_size(int width, int64_t elements, int64_t strips
   return encoding.used() > decoding.used() ? encoding.used() : decoding.used();
 }
 
-#define VDS_CTX_WIDTHS(call)     \
-  switch (width) {               \
+#define VDS_CTX_WIDTHS(call)       \
+  switch (width) {                 \
     case 1: return call(uint8_t);  \
     case 2: return call(uint16_t); \
     case 4: return call(uint32_t); \
-    default: return -2;          \
+    default: return -2;            \
   }
 
 // Encodes n changes of a block of rows x row_length elements, tile by tile, and writes (size, lanes) of each tile to spans.
@@ -299,14 +300,15 @@ VDS_API int64_t vds_ctx_encode(int width, const void* model, const void* old, in
 #undef VDS_CTX_ENCODE
 }
 
-// Adds the symbols of every `every`th tile to gaps [classes, 74] and steps [classes, 249]; of `model`, only the classes matter.
+// Adds the symbols of the tiles to gaps [classes, 74] and steps [classes, 249]; of `model`, only the classes matter. Here strips need
+// not cover a row: what lies in none is not counted.
 VDS_API int64_t vds_ctx_tally(int width, const void* model, const void* old, int64_t rows, int64_t row_length, const int64_t* strips,
                               int64_t count, const uint32_t* positions, const void* before, const void* after, int64_t n,
-                              int64_t every, void* scratch, uint64_t* gaps, uint64_t* steps) {
+                              void* scratch, uint64_t* gaps, uint64_t* steps) {
   const Grid grid{rows, row_length, reinterpret_cast<const Strip*>(strips), count};
 #define VDS_CTX_TALLY(T)                                                                                               \
   tally<T>(*static_cast<const Model*>(model), static_cast<const T*>(old), grid, positions, static_cast<const T*>(before), \
-           static_cast<const T*>(after), n, every, scratch, gaps, steps)
+           static_cast<const T*>(after), n, scratch, gaps, steps)
   VDS_CTX_WIDTHS(VDS_CTX_TALLY)
 #undef VDS_CTX_TALLY
 }

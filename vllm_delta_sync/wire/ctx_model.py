@@ -5,17 +5,12 @@ Does not code anything, and does not read blocks: it is given counts.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-TOTAL = 1 << 12  # what the frequencies of a class add up to
-MAX_CLASSES = 16
-CONTEXTS = 256
-GAP_END, GAP_ESCAPE, GAP_SYMBOLS = 72, 73, 74
-STEP_ESCAPE, STEP_SYMBOLS = 248, 249
+from vllm_delta_sync.native.ctx_types import CONTEXTS, MAX_CLASSES, TOTAL
 
 Counts = npt.NDArray[Any]
 

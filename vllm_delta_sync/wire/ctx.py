@@ -1,0 +1,162 @@
+"""Blocks of the `ctx` codec: making models, and coding changes against the values that they change.
+
+Does not choose between codecs (`codecs` does) and does not hold models: a version's table does. docs/protocol.md, *ctx*.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from vllm_delta_sync import native
+from vllm_delta_sync.errors import MalformedObject
+from vllm_delta_sync.native import Changes, CtxGrid, CtxModel
+from vllm_delta_sync.native.ctx_types import GAP_ESCAPE, GAP_SYMBOLS, MANY_LANES, STEP_ESCAPE, STEP_SYMBOLS, TOTAL
+from vllm_delta_sync.wire import ctx_model, ctx_tiles
+from vllm_delta_sync.wire.frames import Buffer
+from vllm_delta_sync.wire.tensors import TensorSpec
+
+DTYPES = ("BF16", "F16", "F32", "F8_E4M3", "F8_E5M2")  # whose order of bits is one of numbers
+SURVEYED = 32  # one in so many elements is looked at to make classes of contexts
+CLASS_BITS = 2000.0  # what a class costs: its frequencies, and its end in every tile
+
+Bits = npt.NDArray[Any]  # unsigned integers of a dtype's width
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class CtxPlan:
+    """What the blocks of one version are coded with: its models, and which of them codes a dtype."""
+
+    models: tuple[CtxModel, ...]
+    of_dtype: dict[str, int]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Sample:
+    """A block whose changes a model is made from."""
+
+    spec: TensorSpec
+    start: int  # elements
+    old: Bits  # uW[count]
+    changes: Changes  # positions within the block
+    dim: int  # in bands of which the tensor is cut
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class CtxHeader:
+    """The index stream of a block, read."""
+
+    model: int  # of the table's
+    grid: CtxGrid
+    sizes: npt.NDArray[np.int64]  # bytes of each tile
+    lanes: npt.NDArray[np.uint8]  # states of each tile
+
+
+def plan(samples: Iterable[Sample]) -> CtxPlan:
+    """One model for each dtype that changes. The order of the samples does not matter, but their tiles are counted."""
+    by_dtype: dict[str, list[Sample]] = defaultdict(list)
+    for sample in samples:
+        if sample.spec.dtype in DTYPES and sample.changes.positions.size:
+            by_dtype[sample.spec.dtype].append(sample)
+    dtypes = sorted(by_dtype)
+    return CtxPlan(tuple(_model(by_dtype[dtype]) for dtype in dtypes), {dtype: i for i, dtype in enumerate(dtypes)})
+
+
+def _model(samples: Sequence[Sample]) -> CtxModel:
+    """From one in 32 elements for the classes, and one strip of each block for the frequencies."""
+    looks = [_survey(sample) for sample in samples]
+    last = ctx_model.classes(sum(look.gaps for look in looks), sum(look.steps for look in looks), CLASS_BITS / SURVEYED)
+    flat = np.zeros((last.size, STEP_SYMBOLS), np.uint16)
+    flat[:, 0] = TOTAL
+    classes = native.ctx_model(last, flat[:, :GAP_SYMBOLS], flat)
+    gaps, steps = (np.zeros((last.size, n), np.int64) for n in (GAP_SYMBOLS, STEP_SYMBOLS))
+    for index, sample in enumerate(samples):
+        grid = _grid(sample.spec, sample.start, sample.old.size, sample.dim)
+        strip = grid.strips[index * 7 % len(grid.strips)]
+        tally = _tally(classes, sample, CtxGrid(grid.rows, grid.row_length, strip.reshape(1, 2)))
+        gaps += tally.gaps
+        steps += tally.steps
+    return native.ctx_model(
+        last, ctx_model.frequencies(gaps, GAP_ESCAPE), ctx_model.frequencies(steps, STEP_ESCAPE)
+    )
+
+
+def _survey(sample: Sample) -> native.Tally:
+    """Of the same 32nd part of every block, wherever in it: of contexts, one place is as good as another."""
+    count = -(-sample.old.size // SURVEYED)
+    part = _between(sample.changes, 0, count)
+    return native.ctx_survey(sample.old[:count], part.old, part.new)
+
+
+def _tally(classes: CtxModel, sample: Sample, grid: CtxGrid) -> native.Tally:
+    changes = sample.changes
+    if grid.rows == 1:
+        first, columns = grid.strips[0].tolist()
+        changes = _between(changes, first, first + columns)
+    return native.ctx_tally(classes, sample.old, grid, changes)
+
+
+def _between(changes: Changes, first: int, last: int) -> Changes:
+    low, high = np.searchsorted(changes.positions, np.array((first, last), np.uint32))
+    return Changes(*(column[low:high] for column in changes))
+
+
+def _grid(spec: TensorSpec, start: int, count: int, dim: int) -> CtxGrid:
+    size = spec.shape[dim] if spec.shape else 1
+    return ctx_tiles.grid(spec.shape, start, count, dim, ctx_tiles.band_of(size))
+
+
+def encode(
+    plan: CtxPlan, spec: TensorSpec, start: int, old: Bits, changes: Changes, dim: int, room: int
+) -> tuple[bytes, npt.NDArray[np.uint8]] | None:
+    """The index stream and the tiles of a block, or None if they take more than `room` bytes."""
+    index = plan.of_dtype[spec.dtype]
+    grid = _grid(spec, start, old.size, dim)
+    coded = native.ctx_encode(plan.models[index], old, grid, changes, room)
+    if coded is None:
+        return None
+    data, sizes, lanes = coded
+    head = bytearray((index, dim))
+    size = spec.shape[dim] if spec.shape else 1
+    for value in (ctx_tiles.band_of(size), *(sizes << 1 | (lanes == MANY_LANES)).tolist()):
+        while value >= 0x80:
+            head.append(value & 0x7F | 0x80)
+            value >>= 7
+        head.append(value)
+    return bytes(head), data
+
+
+def read_header(spec: TensorSpec, start: int, count: int, index: Buffer, size: int) -> CtxHeader:
+    """Read the index stream of a block whose tiles take `size` bytes; MalformedObject if it is not one."""
+    values = _varints(index[2:])
+    if len(index) < 3 or not values:
+        raise MalformedObject(f"a ctx index stream of {len(index)} bytes")
+    grid = ctx_tiles.grid(spec.shape, start, count, index[1], values[0])
+    if len(values) != grid.tiles + 1:
+        raise MalformedObject(f"a ctx index stream of {len(values) - 1} tiles, where the block is cut into {grid.tiles}")
+    stated = np.array(values[1:], np.int64)
+    sizes, lanes = stated >> 1, np.where(stated & 1, MANY_LANES, 1).astype(np.uint8)
+    if (sizes > size).any() or int(sizes.sum()) != size:
+        raise MalformedObject(f"ctx tiles of {int(sizes.sum())} bytes in a stream of {size}")
+    return CtxHeader(index[0], grid, sizes, lanes)
+
+
+def _varints(data: Buffer) -> list[int]:
+    """LEB128 numbers below 2**28; MalformedObject for larger ones, or one that is cut off."""
+    found, value, shift = [], 0, 0
+    for byte in bytes(data):
+        value |= (byte & 0x7F) << shift
+        shift += 7
+        if byte < 0x80:
+            found.append(value)
+            value = shift = 0
+        elif shift == 28:
+            raise MalformedObject("a ctx index stream with a number of 2**28 or more")
+    if shift:
+        raise MalformedObject("a ctx index stream that ends inside a number")
+    return found
