@@ -12,10 +12,7 @@ import numpy as np
 from vllm_delta_sync.errors import MalformedObject
 from vllm_delta_sync.native.cpu import _lib
 from vllm_delta_sync.native.ctx_types import (
-    CONTEXTS,
-    GAP_SYMBOLS,
     MANY_LANES,
-    STEP_SYMBOLS,
     CtxGrid,
     CtxModel,
     Tally,
@@ -93,27 +90,22 @@ def ctx_decode(
     return positions[:found], steps[:found]
 
 
-def ctx_tally(model: CtxModel, old: Bits, grid: CtxGrid, changes: Changes) -> Tally:
-    """The symbols of the changes in the grid's strips, by class of the model; its tiles' ends among them."""
+def ctx_tally(model: CtxModel, old: Bits, grid: CtxGrid, changes: Changes, to: Tally) -> None:
+    """Add the symbols of the changes in the grid's strips, by class of the model; its tiles' ends among them."""
     width = check_block(grid, old)
     check_changes(grid, old, changes)
-    classes = model.last.size
-    gaps, steps = np.zeros((classes, GAP_SYMBOLS), np.int64), np.zeros((classes, STEP_SYMBOLS), np.int64)
     _lib.vds_ctx_tally(
         width, model.prepared.ctypes.data, old.ctypes.data, grid.rows, grid.row_length, grid.strips.ctypes.data,
         len(grid.strips), changes.positions.ctypes.data, changes.old.ctypes.data, changes.new.ctypes.data,
-        changes.positions.size, _scratch(width, grid, changes.positions.size).ctypes.data, gaps.ctypes.data,
-        steps.ctypes.data,
+        changes.positions.size, _scratch(width, grid, changes.positions.size).ctypes.data, to.gaps.ctypes.data,
+        to.steps.ctypes.data,
     )  # fmt: skip
-    return Tally(gaps, steps)
 
 
-def ctx_survey(old: Bits, before: Bits, after: Bits) -> Tally:
-    """Elements of old uW [N] by context, and the step symbols of before → after uW [n] by the context of `before`."""
+def ctx_survey(old: Bits, before: Bits, after: Bits, to: Tally) -> None:
+    """Add elements of old uW [N] by context, and step symbols of before → after uW [n] by the context of `before`."""
     width = pair_width("before", before, "after", after)
-    members, steps = np.zeros(CONTEXTS, np.int64), np.zeros((CONTEXTS, STEP_SYMBOLS), np.int64)
     _lib.vds_ctx_survey(
-        width, old.ctypes.data, old.size, before.ctypes.data, after.ctypes.data, before.size, members.ctypes.data,
-        steps.ctypes.data,
+        width, old.ctypes.data, old.size, before.ctypes.data, after.ctypes.data, before.size, to.gaps.ctypes.data,
+        to.steps.ctypes.data,
     )  # fmt: skip
-    return Tally(members, steps)

@@ -37,10 +37,20 @@ class CtxModel(NamedTuple):
 
 
 class Tally(NamedTuple):
-    """How often each symbol occurs in each class (`ctx_tally`) or context (`ctx_survey`)."""
+    """How often each symbol occurs in each class, or elements and step symbols in each context."""
 
     gaps: I64  # [C, 74]; of contexts: elements in each, [256]
     steps: I64  # [C, 249]
+
+    @classmethod
+    def of_classes(cls, classes: int) -> Tally:
+        """Nothing counted yet, for `ctx_tally`."""
+        return cls(np.zeros((classes, GAP_SYMBOLS), np.int64), np.zeros((classes, STEP_SYMBOLS), np.int64))
+
+    @classmethod
+    def of_contexts(cls) -> Tally:
+        """Nothing counted yet, for `ctx_survey`."""
+        return cls(np.zeros(CONTEXTS, np.int64), np.zeros((CONTEXTS, STEP_SYMBOLS), np.int64))
 
 
 @dataclass(frozen=True, eq=False)

@@ -15,12 +15,10 @@ from vllm_delta_sync.native.ctx_types import (
     EXACT,
     GAP_END,
     GAP_ESCAPE,
-    GAP_SYMBOLS,
     LANE_CHANGES,
     MANY_LANES,
     SCALE,
     STEP_ESCAPE,
-    STEP_SYMBOLS,
     TOTAL,
     CtxGrid,
     CtxModel,
@@ -283,28 +281,24 @@ def ctx_decode(
     return where[order].astype(np.uint32), np.concatenate(steps)[order]
 
 
-def ctx_tally(model: CtxModel, old: Bits, grid: CtxGrid, changes: Changes) -> Tally:
-    """The symbols of the changes in the grid's strips, by class of the model; its tiles' ends among them."""
+def ctx_tally(model: CtxModel, old: Bits, grid: CtxGrid, changes: Changes, to: Tally) -> None:
+    """Add the symbols of the changes in the grid's strips, by class of the model; its tiles' ends among them."""
     check_block(grid, old)
     check_changes(grid, old, changes)
-    classes = model.last.size
-    gaps, steps = np.zeros((classes, GAP_SYMBOLS), np.int64), np.zeros((classes, STEP_SYMBOLS), np.int64)
     for _, places in _tiles(grid):
         if not np.isin(changes.positions, places).any():
             continue
         for c, skipped, folded in _events(model.last, old, places, changes):
             for gap in skipped:
-                gaps[c, magnitude(gap)[0]] += 1
-            gaps[c, GAP_END] += 1
+                to.gaps[c, magnitude(gap)[0]] += 1
+            to.gaps[c, GAP_END] += 1
             for z in folded:
-                steps[c, magnitude(z >> 1)[0] << 1 | z & 1] += 1
-    return Tally(gaps, steps)
+                to.steps[c, magnitude(z >> 1)[0] << 1 | z & 1] += 1
 
 
-def ctx_survey(old: Bits, before: Bits, after: Bits) -> Tally:
-    """Elements of old uW [N] by context, and the step symbols of before → after uW [n] by the context of `before`."""
+def ctx_survey(old: Bits, before: Bits, after: Bits, to: Tally) -> None:
+    """Add elements of old uW [N] by context, and step symbols of before → after uW [n] by the context of `before`."""
     pair_width("before", before, "after", after)
-    steps = np.zeros((CONTEXTS, STEP_SYMBOLS), np.int64)
+    to.gaps[:] += np.bincount(_contexts(old), minlength=CONTEXTS)
     for c, z in zip(_contexts(before).tolist(), _folded(before, after).tolist(), strict=True):
-        steps[c, magnitude(z >> 1)[0] << 1 | z & 1] += 1
-    return Tally(np.bincount(_contexts(old), minlength=CONTEXTS), steps)
+        to.steps[c, magnitude(z >> 1)[0] << 1 | z & 1] += 1

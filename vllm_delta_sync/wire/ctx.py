@@ -69,36 +69,25 @@ def plan(samples: Iterable[Sample]) -> CtxPlan:
 
 def _model(samples: Sequence[Sample]) -> CtxModel:
     """From one in 32 elements for the classes, and one strip of each block for the frequencies."""
-    looks = [_survey(sample) for sample in samples]
-    last = ctx_model.classes(sum(look.gaps for look in looks), sum(look.steps for look in looks), CLASS_BITS / SURVEYED)
+    contexts = native.Tally.of_contexts()
+    for sample in samples:
+        # The first of every block: for contexts one place is as good as another.
+        count = -(-sample.old.size // SURVEYED)
+        part = _between(sample.changes, 0, count)
+        native.ctx_survey(sample.old[:count], part.old, part.new, contexts)
+    last = ctx_model.classes(contexts.gaps, contexts.steps, CLASS_BITS / SURVEYED)
     flat = np.zeros((last.size, STEP_SYMBOLS), np.uint16)
     flat[:, 0] = TOTAL
-    classes = native.ctx_model(last, flat[:, :GAP_SYMBOLS], flat)
-    gaps, steps = (np.zeros((last.size, n), np.int64) for n in (GAP_SYMBOLS, STEP_SYMBOLS))
+    classes, found = native.ctx_model(last, flat[:, :GAP_SYMBOLS], flat), native.Tally.of_classes(last.size)
     for index, sample in enumerate(samples):
         grid = _grid(sample.spec, sample.start, sample.old.size, sample.dim)
         strip = grid.strips[index * 7 % len(grid.strips)]
-        tally = _tally(classes, sample, CtxGrid(grid.rows, grid.row_length, strip.reshape(1, 2)))
-        gaps += tally.gaps
-        steps += tally.steps
-    return native.ctx_model(
-        last, ctx_model.frequencies(gaps, GAP_ESCAPE), ctx_model.frequencies(steps, STEP_ESCAPE)
-    )
-
-
-def _survey(sample: Sample) -> native.Tally:
-    """Of the same 32nd part of every block, wherever in it: of contexts, one place is as good as another."""
-    count = -(-sample.old.size // SURVEYED)
-    part = _between(sample.changes, 0, count)
-    return native.ctx_survey(sample.old[:count], part.old, part.new)
-
-
-def _tally(classes: CtxModel, sample: Sample, grid: CtxGrid) -> native.Tally:
-    changes = sample.changes
-    if grid.rows == 1:
-        first, columns = grid.strips[0].tolist()
-        changes = _between(changes, first, first + columns)
-    return native.ctx_tally(classes, sample.old, grid, changes)
+        changes = sample.changes
+        if grid.rows == 1:
+            changes = _between(changes, int(strip[0]), int(strip.sum()))
+        native.ctx_tally(classes, sample.old, CtxGrid(grid.rows, grid.row_length, strip.reshape(1, 2)), changes, found)
+    gaps, steps = ctx_model.frequencies(found.gaps, GAP_ESCAPE), ctx_model.frequencies(found.steps, STEP_ESCAPE)
+    return native.ctx_model(last, gaps, steps)
 
 
 def _between(changes: Changes, first: int, last: int) -> Changes:

@@ -6,7 +6,7 @@ Pure arithmetic on shapes; does not touch elements. docs/protocol.md, *ctx*, is 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from functools import lru_cache
 
 import numpy as np
 
@@ -25,7 +25,8 @@ def band_of(size: int) -> int:
     return max(1, padded // BANDS)
 
 
-def grid(shape: Sequence[int], start: int, count: int, dim: int, band: int) -> CtxGrid:
+@lru_cache(maxsize=1 << 14)  # a model's blocks are the same in every version
+def grid(shape: tuple[int, ...], start: int, count: int, dim: int, band: int) -> CtxGrid:
     """The tiles of elements start … start+count−1 of a tensor whose dimension `dim` is cut into bands of `band` indices.
 
     Raises MalformedObject when there is no such dimension, the block is neither inside one of the rows that consist of
@@ -41,15 +42,15 @@ def grid(shape: Sequence[int], start: int, count: int, dim: int, band: int) -> C
         rows = count // length
     else:
         raise MalformedObject(f"a block of {count} elements at {start} is not rows of {length}")
-    last = first + count // rows
-    low = np.arange(first // width, -(-last // width), dtype=np.int64) if last - first <= width * MAX_TILES else None
-    if low is None:
-        raise MalformedObject(f"a block of {count} elements in bands of {width}: more than {MAX_TILES} tiles")
-    edges = np.unique(np.concatenate([np.clip(low * width, first, last), [last]]))
-    pieces = [np.arange(a, b, TILE_ELEMENTS) for a, b in zip(edges[:-1].tolist(), edges[1:].tolist(), strict=True)]
-    begins = np.concatenate(pieces)
-    strips = np.stack([begins - first, np.diff(begins, append=last)], axis=1)
-    cut = CtxGrid(rows, count // rows, np.ascontiguousarray(strips, np.int64))
+    columns = count // rows
+    if columns > width * MAX_TILES:
+        raise MalformedObject(f"a block of {count} elements in bands of {width} has more than {MAX_TILES} tiles")
+    strips, at = [], first
+    while at < first + columns:
+        end = min(at + TILE_ELEMENTS, at - at % width + width, first + columns)
+        strips.append((at - first, end - at))
+        at = end
+    cut = CtxGrid(rows, columns, np.array(strips, np.int64))
     if cut.tiles > MAX_TILES:
         raise MalformedObject(f"a block of {count} elements is cut into {cut.tiles} tiles, more than {MAX_TILES}")
     return cut
