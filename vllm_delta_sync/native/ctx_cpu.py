@@ -24,15 +24,18 @@ from vllm_delta_sync.native.ctx_types import (
 )
 from vllm_delta_sync.native.types import I64, U8, U16, U32, Bits, Changes, pair_width
 
-_local = threading.local()  # one piece of scratch a thread, which grows to what its largest block took
+_local = threading.local()  # memory of a thread, which grows to what its largest block took: fresh pages cost much
 
 
-def _scratch(width: int, grid: CtxGrid, changed: int) -> U8:
-    size = _lib.vds_ctx_scratch_size(width, grid.elements, len(grid.strips), grid.tiles, changed)
+def _memory(size: int) -> U8:
     memory: U8 | None = getattr(_local, "memory", None)
     if memory is None or memory.size < size:
         memory = _local.memory = np.empty(size, np.uint8)
     return memory
+
+
+def _scratch_size(width: int, grid: CtxGrid, changed: int) -> int:
+    return int(_lib.vds_ctx_scratch_size(width, grid.elements, len(grid.strips), grid.tiles, changed))
 
 
 def ctx_model(last: U8, gaps: U16, steps: U16) -> CtxModel:
@@ -55,16 +58,16 @@ def ctx_encode(model: CtxModel, old: Bits, grid: CtxGrid, changes: Changes, room
     width = check_block(grid, old)
     check_cover(grid)
     check_changes(grid, old, changes)
-    data, spans = np.empty(max(0, room), np.uint8), np.zeros((grid.tiles, 2), np.int64)
+    spans, scratch = np.zeros((grid.tiles, 2), np.int64), _scratch_size(width, grid, changes.positions.size)
+    memory = _memory(scratch + room)
     size = _lib.vds_ctx_encode(
         width, model.prepared.ctypes.data, old.ctypes.data, grid.rows, grid.row_length, grid.strips.ctypes.data,
         len(grid.strips), changes.positions.ctypes.data, changes.old.ctypes.data, changes.new.ctypes.data,
-        changes.positions.size, _scratch(width, grid, changes.positions.size).ctypes.data, data.ctypes.data, data.size,
-        spans.ctypes.data,
+        changes.positions.size, memory.ctypes.data, memory.ctypes.data + scratch, room, spans.ctypes.data,
     )  # fmt: skip
     if size < 0:
         return None
-    return data[:size].copy(), np.ascontiguousarray(spans[:, 0]), spans[:, 1].astype(np.uint8)
+    return memory[scratch : scratch + size].copy(), np.ascontiguousarray(spans[:, 0]), spans[:, 1].astype(np.uint8)
 
 
 def ctx_decode(
@@ -83,7 +86,7 @@ def ctx_decode(
     found = _lib.vds_ctx_decode(
         width, model.prepared.ctypes.data, old.ctypes.data, grid.rows, grid.row_length, grid.strips.ctypes.data,
         len(grid.strips), stated.ctypes.data, wanted.ctypes.data, data.ctypes.data,
-        _scratch(width, grid, 0).ctypes.data, positions.ctypes.data, steps.ctypes.data, positions.size,
+        _memory(_scratch_size(width, grid, 0)).ctypes.data, positions.ctypes.data, steps.ctypes.data, positions.size,
     )  # fmt: skip
     if found < 0:
         raise MalformedObject(f"a ctx tile of {grid.tiles} is malformed, or they hold more than {changed} changes")
@@ -97,7 +100,7 @@ def ctx_tally(model: CtxModel, old: Bits, grid: CtxGrid, changes: Changes, to: T
     _lib.vds_ctx_tally(
         width, model.prepared.ctypes.data, old.ctypes.data, grid.rows, grid.row_length, grid.strips.ctypes.data,
         len(grid.strips), changes.positions.ctypes.data, changes.old.ctypes.data, changes.new.ctypes.data,
-        changes.positions.size, _scratch(width, grid, changes.positions.size).ctypes.data, to.gaps.ctypes.data,
+        changes.positions.size, _memory(_scratch_size(width, grid, changes.positions.size)).ctypes.data, to.gaps.ctypes.data,
         to.steps.ctypes.data,
     )  # fmt: skip
 

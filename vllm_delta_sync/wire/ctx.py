@@ -22,7 +22,8 @@ from vllm_delta_sync.wire.frames import Buffer
 from vllm_delta_sync.wire.tensors import TensorSpec
 
 DTYPES = ("BF16", "F16", "F32", "F8_E4M3", "F8_E5M2")  # whose order of bits is one of numbers
-SURVEYED = 32  # one in so many elements is looked at to make classes of contexts
+SAMPLES = 64  # blocks that a model is made from, at most about twice as many
+SURVEYED = 16  # one in so many of their elements is looked at to make classes of contexts
 CLASS_BITS = 2000.0  # what a class costs: its frequencies, and its end in every tile
 
 Bits = npt.NDArray[Any]  # unsigned integers of a dtype's width
@@ -68,24 +69,22 @@ def plan(samples: Iterable[Sample]) -> CtxPlan:
 
 
 def _model(samples: Sequence[Sample]) -> CtxModel:
-    """From one in 32 elements for the classes, and one strip of each block for the frequencies."""
-    contexts = native.Tally.of_contexts()
-    for sample in samples:
+    """From a quarter of the tiles of 64 blocks or fewer, evenly chosen, and contexts of some of their elements."""
+    contexts, some = native.Tally.of_contexts(), samples[:: max(1, len(samples) // SAMPLES)]
+    for sample in some:
         # The first of every block: for contexts one place is as good as another.
         count = -(-sample.old.size // SURVEYED)
         part = _between(sample.changes, 0, count)
         native.ctx_survey(sample.old[:count], part.old, part.new, contexts)
-    last = ctx_model.classes(contexts.gaps, contexts.steps, CLASS_BITS / SURVEYED)
+    share = len(samples) / len(some) * SURVEYED
+    last = ctx_model.classes(contexts.gaps, contexts.steps, CLASS_BITS / share)
     flat = np.zeros((last.size, STEP_SYMBOLS), np.uint16)
     flat[:, 0] = TOTAL
     classes, found = native.ctx_model(last, flat[:, :GAP_SYMBOLS], flat), native.Tally.of_classes(last.size)
-    for index, sample in enumerate(samples):
+    for index, sample in enumerate(some):
         grid = _grid(sample.spec, sample.start, sample.old.size, sample.dim)
-        strip = grid.strips[index * 7 % len(grid.strips)]
-        changes = sample.changes
-        if grid.rows == 1:
-            changes = _between(changes, int(strip[0]), int(strip.sum()))
-        native.ctx_tally(classes, sample.old, CtxGrid(grid.rows, grid.row_length, strip.reshape(1, 2)), changes, found)
+        strips = grid.strips[index % 4 :: 4] if len(grid.strips) > 4 else grid.strips[:1]
+        native.ctx_tally(classes, sample.old, CtxGrid(grid.rows, grid.row_length, strips.copy()), sample.changes, found)
     gaps, steps = ctx_model.frequencies(found.gaps, GAP_ESCAPE), ctx_model.frequencies(found.steps, STEP_ESCAPE)
     return native.ctx_model(last, gaps, steps)
 
