@@ -97,11 +97,11 @@ def ctx_tally(model: CtxModel, old: Bits, grid: CtxGrid, changes: Changes, to: T
     """Add the symbols of the changes in the grid's strips, by class of the model; its tiles' ends among them."""
     width = check_block(grid, old)
     check_changes(grid, old, changes)
+    memory = _memory(_scratch_size(width, grid, changes.positions.size))
     _lib.vds_ctx_tally(
         width, model.prepared.ctypes.data, old.ctypes.data, grid.rows, grid.row_length, grid.strips.ctypes.data,
         len(grid.strips), changes.positions.ctypes.data, changes.old.ctypes.data, changes.new.ctypes.data,
-        changes.positions.size, _memory(_scratch_size(width, grid, changes.positions.size)).ctypes.data, to.gaps.ctypes.data,
-        to.steps.ctypes.data,
+        changes.positions.size, memory.ctypes.data, to.gaps.ctypes.data, to.steps.ctypes.data,
     )  # fmt: skip
 
 

@@ -28,7 +28,7 @@ CTX_WIDTHS = (1, 2, 4)
 
 
 class CtxModel(NamedTuple):
-    """Classes of contexts, and the frequencies of gap and step symbols in each. Made by `ctx_model`, which checks it."""
+    """Classes of contexts, and the frequencies of gap and step symbols in each. `ctx_model` makes one, checked."""
 
     last: U8  # [C], the last context of each class, ascending to 255
     gaps: U16  # [C, 74]
@@ -95,9 +95,13 @@ def check_model(last: U8, gaps: U16, steps: U16) -> None:
     row("last", last, np.uint8)
     count = last.size
     if gaps.shape != (count, GAP_SYMBOLS) or steps.shape != (count, STEP_SYMBOLS):
-        raise ValueError(f"{count} classes want frequencies [{count}, 74] and [{count}, 249], not {gaps.shape}, {steps.shape}")
+        raise ValueError(
+            f"{count} classes want frequencies [{count}, 74] and [{count}, 249], not {gaps.shape}, {steps.shape}"
+        )
     if not 1 <= count <= MAX_CLASSES or last[-1] != CONTEXTS - 1 or (last[1:] <= last[:-1]).any():
-        raise MalformedObject(f"a model of {count} classes that end at {last.tolist()[:17]}: want 1 to 16, ascending to 255")
+        raise MalformedObject(
+            f"a model of {count} classes that end at {last.tolist()[:17]}: want 1 to 16, ascending to 255"
+        )
     for what, table in (("gap", gaps), ("step", steps)):
         if (table > TOTAL).any() or (table.sum(axis=1, dtype=np.int64) != TOTAL).any():
             raise MalformedObject(f"a model whose {what} frequencies do not add up to {TOTAL} in each class")

@@ -31,6 +31,8 @@ from vllm_delta_sync.native.ctx_types import (
 )
 from vllm_delta_sync.native.types import I64, U8, U16, U32, Bits, Changes, pair_width
 
+__all__ = ["ctx_decode", "ctx_encode", "ctx_model", "ctx_survey", "ctx_tally"]
+
 FLOOR = 1 << 16  # of a state
 GAP_BITS = 18  # of an escaped gap
 
@@ -104,9 +106,7 @@ def _tiles(grid: CtxGrid) -> Iterator[tuple[int, I64]]:
         yield index, places.reshape(-1)
 
 
-def _events(
-    last: U8, old: Bits, places: I64, changes: Changes
-) -> Iterator[tuple[int, list[int], list[int]]]:
+def _events(last: U8, old: Bits, places: I64, changes: Changes) -> Iterator[tuple[int, list[int], list[int]]]:
     """Each class, and the gaps and folded steps of a tile's changes in it."""
     inside = np.isin(changes.positions, places)
     positions, z = changes.positions[inside].astype(np.int64), _folded(changes.old[inside], changes.new[inside])
@@ -134,7 +134,9 @@ class _Writer:
         self._raw |= value << self._filled
         self._filled += bits
 
-    def number(self, frequencies: U16, symbol: int, bits: int, raw: int, escape: tuple[int, int, int], index: int) -> None:
+    def number(
+        self, frequencies: U16, symbol: int, bits: int, raw: int, escape: tuple[int, int, int], index: int
+    ) -> None:
         known = bool(frequencies[symbol])
         self.add(frequencies, symbol if known else escape[0], index)
         self.raw(raw if known else escape[2], bits if known else escape[1])

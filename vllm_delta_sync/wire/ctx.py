@@ -1,6 +1,6 @@
 """Blocks of the `ctx` codec: making models, and coding changes against the values that they change.
 
-Does not choose between codecs (`codecs` does) and does not hold models: a version's table does. docs/protocol.md, *ctx*.
+Does not choose between codecs (`codecs` does), nor hold models: a version's table does. docs/protocol.md, *ctx*.
 """
 
 from __future__ import annotations
@@ -17,24 +17,15 @@ from vllm_delta_sync import native
 from vllm_delta_sync.errors import MalformedObject
 from vllm_delta_sync.native import Changes, CtxGrid, CtxModel
 from vllm_delta_sync.native.ctx_types import GAP_ESCAPE, GAP_SYMBOLS, MANY_LANES, STEP_ESCAPE, STEP_SYMBOLS, TOTAL
-from vllm_delta_sync.wire import ctx_model, ctx_tiles
+from vllm_delta_sync.wire import ctx_model, ctx_tiles, dtypes
 from vllm_delta_sync.wire.frames import Buffer
 from vllm_delta_sync.wire.tensors import TensorSpec
 
-DTYPES = ("BF16", "F16", "F32", "F8_E4M3", "F8_E5M2")  # whose order of bits is one of numbers
 SAMPLES = 64  # blocks that a model is made from, at most about twice as many
 SURVEYED = 16  # one in so many of their elements is looked at to make classes of contexts
 CLASS_BITS = 2000.0  # what a class costs: its frequencies, and its end in every tile
 
 Bits = npt.NDArray[Any]  # unsigned integers of a dtype's width
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class CtxPlan:
-    """What the blocks of one version are coded with: its models, and which of them codes a dtype."""
-
-    models: tuple[CtxModel, ...]
-    of_dtype: dict[str, int]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -52,20 +43,18 @@ class Sample:
 class CtxHeader:
     """The index stream of a block, read."""
 
-    model: int  # of the table's
     grid: CtxGrid
     sizes: npt.NDArray[np.int64]  # bytes of each tile
     lanes: npt.NDArray[np.uint8]  # states of each tile
 
 
-def plan(samples: Iterable[Sample]) -> CtxPlan:
-    """One model for each dtype that changes. The order of the samples does not matter, but their tiles are counted."""
+def make_models(samples: Iterable[Sample]) -> dict[str, CtxModel]:
+    """A model for each dtype of half floats that changes, made from blocks in the order of their tensors' names."""
     by_dtype: dict[str, list[Sample]] = defaultdict(list)
     for sample in samples:
-        if sample.spec.dtype in DTYPES and sample.changes.positions.size:
+        if dtypes.by_name(sample.spec.dtype).half and sample.changes.positions.size:
             by_dtype[sample.spec.dtype].append(sample)
-    dtypes = sorted(by_dtype)
-    return CtxPlan(tuple(_model(by_dtype[dtype]) for dtype in dtypes), {dtype: i for i, dtype in enumerate(dtypes)})
+    return {dtype: _model(found) for dtype, found in by_dtype.items()}
 
 
 def _model(samples: Sequence[Sample]) -> CtxModel:
@@ -95,23 +84,23 @@ def _between(changes: Changes, first: int, last: int) -> Changes:
 
 
 def _grid(spec: TensorSpec, start: int, count: int, dim: int) -> CtxGrid:
-    size = spec.shape[dim] if spec.shape else 1
-    return ctx_tiles.grid(spec.shape, start, count, dim, ctx_tiles.band_of(size))
+    return ctx_tiles.grid(spec.shape, start, count, dim, _band(spec, dim))
+
+
+def _band(spec: TensorSpec, dim: int) -> int:
+    return ctx_tiles.band_of(spec.shape[dim] if spec.shape else 1)
 
 
 def encode(
-    plan: CtxPlan, spec: TensorSpec, start: int, old: Bits, changes: Changes, dim: int, room: int
+    model: CtxModel, spec: TensorSpec, start: int, old: Bits, changes: Changes, dim: int, room: int
 ) -> tuple[bytes, npt.NDArray[np.uint8]] | None:
-    """The index stream and the tiles of a block, or None if they take more than `room` bytes."""
-    index = plan.of_dtype[spec.dtype]
-    grid = _grid(spec, start, old.size, dim)
-    coded = native.ctx_encode(plan.models[index], old, grid, changes, room)
+    """The index stream and the tiles of a block, or None if the tiles take more than `room` bytes."""
+    coded = native.ctx_encode(model, old, _grid(spec, start, old.size, dim), changes, room)
     if coded is None:
         return None
     data, sizes, lanes = coded
-    head = bytearray((index, dim))
-    size = spec.shape[dim] if spec.shape else 1
-    for value in (ctx_tiles.band_of(size), *(sizes << 1 | (lanes == MANY_LANES)).tolist()):
+    head = bytearray((dim,))
+    for value in (_band(spec, dim), *(sizes << 1 | (lanes == MANY_LANES)).tolist()):
         while value >= 0x80:
             head.append(value & 0x7F | 0x80)
             value >>= 7
@@ -121,17 +110,19 @@ def encode(
 
 def read_header(spec: TensorSpec, start: int, count: int, index: Buffer, size: int) -> CtxHeader:
     """Read the index stream of a block whose tiles take `size` bytes; MalformedObject if it is not one."""
-    values = _varints(index[2:])
-    if len(index) < 3 or not values:
+    values = _varints(index[1:])
+    if not values:
         raise MalformedObject(f"a ctx index stream of {len(index)} bytes")
-    grid = ctx_tiles.grid(spec.shape, start, count, index[1], values[0])
+    grid = ctx_tiles.grid(spec.shape, start, count, index[0], values[0])
     if len(values) != grid.tiles + 1:
-        raise MalformedObject(f"a ctx index stream of {len(values) - 1} tiles, where the block is cut into {grid.tiles}")
+        raise MalformedObject(
+            f"a ctx index stream of {len(values) - 1} tiles, where the block is cut into {grid.tiles}"
+        )
     stated = np.array(values[1:], np.int64)
     sizes, lanes = stated >> 1, np.where(stated & 1, MANY_LANES, 1).astype(np.uint8)
     if (sizes > size).any() or int(sizes.sum()) != size:
         raise MalformedObject(f"ctx tiles of {int(sizes.sum())} bytes in a stream of {size}")
-    return CtxHeader(index[0], grid, sizes, lanes)
+    return CtxHeader(grid, sizes, lanes)
 
 
 def _varints(data: Buffer) -> list[int]:

@@ -5,6 +5,7 @@ Does not code anything, and does not read blocks: it is given counts.
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import numpy as np
@@ -31,7 +32,7 @@ def classes(members: Counts, steps: Counts, toll: float) -> npt.NDArray[np.uint8
         for a, b in zip(first, last, strict=True)
     ]
     costs = [_bits(*group) for group in groups]
-    merged = [_joined(a, b) for a, b in zip(groups, groups[1:], strict=False)]
+    merged = [_joined(a, b) for a, b in itertools.pairwise(groups)]
     gains = [_bits(*both) - costs[i] - costs[i + 1] for i, both in enumerate(merged)]
     while gains:
         at = int(np.argmin(gains))

@@ -27,7 +27,7 @@ def band_of(size: int) -> int:
 
 @lru_cache(maxsize=1 << 14)  # a model's blocks are the same in every version
 def grid(shape: tuple[int, ...], start: int, count: int, dim: int, band: int) -> CtxGrid:
-    """The tiles of elements start … start+count−1 of a tensor whose dimension `dim` is cut into bands of `band` indices.
+    """The tiles of elements start … start+count−1 of a tensor cut into bands of `band` indices of dimension `dim`.
 
     Raises MalformedObject when there is no such dimension, the block is neither inside one of the rows that consist of
     this and the later dimensions nor made of whole ones, or there are too many tiles.
