@@ -227,7 +227,8 @@ def _decode_tile(model: CtxModel, old: Bits, places: I64, data: bytes, lanes: in
     of = _class_of(model.last)[_contexts(old[places])]
     positions, steps = [], []
     for c in range(model.last.size):
-        members, rank, ranks = np.flatnonzero(of == c), -1, []
+        members, rank = np.flatnonzero(of == c), -1
+        ranks: list[int] = []
         while (symbol := reader.symbol(model.gaps[c], len(ranks))) != GAP_END:
             escape = symbol == GAP_ESCAPE
             rank += 1 + (reader.raw(GAP_BITS) if escape else _number(symbol, reader.raw(_bits_after(symbol))))

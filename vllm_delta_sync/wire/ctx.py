@@ -5,10 +5,9 @@ Does not choose between codecs (`codecs` does), nor hold models: a version's tab
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -17,14 +16,15 @@ from vllm_delta_sync import native
 from vllm_delta_sync.errors import MalformedObject
 from vllm_delta_sync.native import Changes, CtxGrid, CtxModel
 from vllm_delta_sync.native.ctx_types import GAP_ESCAPE, GAP_SYMBOLS, MANY_LANES, STEP_ESCAPE, STEP_SYMBOLS, TOTAL
-from vllm_delta_sync.wire import ctx_model, ctx_tiles, dtypes
+from vllm_delta_sync.wire import ctx_model, ctx_tiles
 from vllm_delta_sync.wire.frames import Buffer
 from vllm_delta_sync.wire.tensors import TensorSpec
 
-SAMPLES = 64  # blocks that a model is made from, at most about twice as many
+SAMPLES = 64  # blocks that a model is made from, at most
 SURVEYED = 16  # one in so many of their elements is looked at to make classes of contexts
 CLASS_BITS = 2000.0  # what a class costs: its frequencies, and its end in every tile
 
+T = TypeVar("T")
 Bits = npt.NDArray[Any]  # unsigned integers of a dtype's width
 
 
@@ -48,29 +48,29 @@ class CtxHeader:
     lanes: npt.NDArray[np.uint8]  # states of each tile
 
 
-def make_models(samples: Iterable[Sample]) -> dict[str, CtxModel]:
-    """A model for each dtype of half floats that changes, made from blocks in the order of their tensors' names."""
-    by_dtype: dict[str, list[Sample]] = defaultdict(list)
-    for sample in samples:
-        if dtypes.by_name(sample.spec.dtype).half and sample.changes.positions.size:
-            by_dtype[sample.spec.dtype].append(sample)
-    return {dtype: _model(found) for dtype, found in by_dtype.items()}
+def chosen(blocks: Sequence[T]) -> Sequence[T]:
+    """Those of the changed blocks of a dtype, in the order of their tensors' names, that a model is made from."""
+    return blocks[:: -(-len(blocks) // SAMPLES)] if blocks else blocks
 
 
-def _model(samples: Sequence[Sample]) -> CtxModel:
-    """From a quarter of the tiles of 64 blocks or fewer, evenly chosen, and contexts of some of their elements."""
-    contexts, some = native.Tally.of_contexts(), samples[:: max(1, len(samples) // SAMPLES)]
-    for sample in some:
+def make_model(samples: Callable[[], Iterator[Sample]], share: float) -> CtxModel:
+    """A model for blocks of half floats, from contexts of some elements and a quarter of the tiles of the samples.
+
+    Args:
+        samples: gives the chosen blocks; asked twice, so that only one needs to be in memory at a time.
+        share: of all blocks that the samples are.
+    """
+    contexts = native.Tally.of_contexts()
+    for sample in samples():
         # The first of every block: for contexts one place is as good as another.
         count = -(-sample.old.size // SURVEYED)
         part = _between(sample.changes, 0, count)
         native.ctx_survey(sample.old[:count], part.old, part.new, contexts)
-    share = len(samples) / len(some) * SURVEYED
-    last = ctx_model.classes(contexts.gaps, contexts.steps, CLASS_BITS / share)
+    last = ctx_model.classes(contexts.gaps, contexts.steps, CLASS_BITS * share / SURVEYED)
     flat = np.zeros((last.size, STEP_SYMBOLS), np.uint16)
     flat[:, 0] = TOTAL
     classes, found = native.ctx_model(last, flat[:, :GAP_SYMBOLS], flat), native.Tally.of_classes(last.size)
-    for index, sample in enumerate(some):
+    for index, sample in enumerate(samples()):
         grid = _grid(sample.spec, sample.start, sample.old.size, sample.dim)
         strips = grid.strips[index % 4 :: 4] if len(grid.strips) > 4 else grid.strips[:1]
         native.ctx_tally(classes, sample.old, CtxGrid(grid.rows, grid.row_length, strips.copy()), sample.changes, found)

@@ -38,7 +38,7 @@ def step(seed: int, spec: TensorSpec = SPEC, rate: float = 2e-5) -> tuple[np.nda
 
 def coded(old: np.ndarray, new: np.ndarray, dim: int = 0, spec: TensorSpec = SPEC) -> EncodedBlock:
     changes = native.diff(old.copy(), new, advance=False)
-    model = ctx.make_models([ctx.Sample(spec, 0, old, changes, dim)])[spec.dtype]
+    model = ctx.make_model(lambda: iter([ctx.Sample(spec, 0, old, changes, dim)]), 1.0)
     return encode_block(spec, changes, 0, old.size, new, Context(model, old, dim))
 
 
