@@ -24,7 +24,7 @@ from vllm_delta_sync.errors import (
     Unauthorized,
     Unavailable,
 )
-from vllm_delta_sync.store import Store, open_store
+from vllm_delta_sync.store import Store, objects, open_store
 
 PATIENT_S = 3.0  # of one call that is answered, also by a busy machine
 QUICK_S = 0.5  # of one that is not
@@ -288,3 +288,14 @@ def test_opening_asks_no_server(config: StoreConfig) -> None:
     store = open_store(config)
     assert store.uri == config.uri
     assert (store.conditional, store.metered) == (True, False)
+
+
+def test_more_than_one_request_takes_cannot_be_written_under_a_condition(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(objects, "LARGEST_REQUEST", 100)
+    store = open_store("memory://conditions")
+    tag = store.put("k", b"x" * 100, create=True).tag
+    for condition in ({"create": True}, {"over": tag}):
+        with pytest.raises(ConfigError, match=r"memory://conditions/k: 101 bytes; at most 100 .* under a condition"):
+            store.put("k", b"x" * 101, **condition)  # type: ignore[arg-type]
+    store.put("k", b"y" * 101)
+    assert store.get("k") == b"y" * 101
