@@ -34,7 +34,7 @@ class Draft:
 
     def then(self, catalog: Catalog, ref: ObjectRef, change: Change, pin: int | None) -> Draft:
         """The draft that was made of this one, which may be named meanwhile or not."""
-        return Draft(catalog, ref, (*self.changes, change), self.fits | {(self.ref.sha256, pin), (ref.sha256, pin)})
+        return Draft(catalog, ref, (*self.changes, change), self.fits | {(ref.sha256, pin)})
 
 
 def place(found: LatestPointer) -> Place:

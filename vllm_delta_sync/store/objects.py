@@ -105,6 +105,8 @@ class ObjectStore:
             view.nbytes,
             lambda: obstore.put(self._client, key, view, mode=mode, use_multipart=in_parts, chunk_size=part),
         )
+        if in_parts and (result["version"] if self._by_version else result["e_tag"]) is None:
+            return self.head(key)  # not every server tells at the end of an upload in parts
         return ObjectInfo(view.nbytes, self._tag(result, where))
 
     def get(self, key: str, start: int = 0, end: int | None = None, *, content: Content | None = None) -> bytes:
