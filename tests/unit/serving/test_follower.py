@@ -15,6 +15,7 @@ from tests.unit.serving.fleet import train, weights
 from vllm_delta_sync import DeltaLog, Publisher
 from vllm_delta_sync.errors import RateLimited
 from vllm_delta_sync.log.pointer import update
+from vllm_delta_sync.serving import follower as following
 from vllm_delta_sync.serving import messages as msg
 from vllm_delta_sync.serving.follower import (
     LAST_BACK_OFF_S,
@@ -309,3 +310,35 @@ def test_an_event_after_a_quiet_time_is_followed_at_once_and_many_are_not(watche
 
 class Metered(Counted):
     metered = True  # type: ignore[assignment]
+
+
+class Listened(Telling):
+    """A store that tells when it is listened to."""
+
+    def __init__(self, inner: Store, *, metered: bool) -> None:
+        super().__init__(inner)
+        self.counts = metered
+        self.listened = threading.Event()
+
+    @property
+    def metered(self) -> bool:
+        return self.counts
+
+    def changes(self, key: str, stop: threading.Event) -> Iterator[None]:
+        self.listened.set()
+        return iter(())
+
+
+def test_where_requests_count_followers_do_not_all_begin_to_listen_at_once(
+    watched: Watched, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(following, "FEED_SPREAD_S", 1e6)  # so that chance does not begin at once
+    Publisher.open(watched.bucket, base=watched.state).close()
+    stores = [Listened(open_store(str(watched.bucket)), metered=metered) for metered in (True, False)]
+    followers = [follower(lambda store=store: DeltaLog.open(store), watched.told.append) for store in stores]  # type: ignore[misc]
+    for one in followers:
+        one.poll()
+    assert stores[1].listened.wait(10)
+    assert not stores[0].listened.wait(0.05)
+    for one in followers:
+        one.stop()
