@@ -24,18 +24,35 @@ Old = Annotated[
     Path | None, typer.Argument(help="Directory of the older checkpoint; a real step of SmolLM2 when left out.")
 ]
 New = Annotated[Path | None, typer.Argument(help="Directory of the newer checkpoint.")]
-Cache = Annotated[Path, typer.Option(help="Folder in which that step is trained once and kept.")]
+Cache = Annotated[Path, typer.Option(help="Folder in which updates are made once and kept.")]
+Which = Annotated[str, typer.Option("--data", help="Without OLD and NEW: cold, warm, sparse or dense.")]
 Rounds = Annotated[int, typer.Option(min=1, help="Turns; the median counts.")]
 
 
-def _checkpoints(old: Path | None, new: Path | None, cache: Path) -> tuple[Path, Path]:
+def _checkpoints(old: Path | None, new: Path | None, cache: Path, data: str = "cold") -> tuple[Path, Path]:
     if old is not None and new is not None:
         return old, new
     if old is not None:
         raise ConfigError("give both checkpoints, OLD and NEW, or neither")
-    from vllm_delta_sync.demo.steps import real_step
+    from vllm_delta_sync.bench.data import made
 
-    return real_step(cache.absolute())
+    return made(data, cache.absolute())
+
+
+@app.command()
+def data(cache: Cache = Path(".cache"), json: output.AsJson = False) -> None:
+    """Make the updates that are measured on: cold, warm, sparse and dense."""
+    from vllm_delta_sync.bench.data import Data, changed, made
+
+    found = {kind.value: made(kind, cache.absolute()) for kind in Data}
+    rows = {kind: {"old": str(old), "new": str(new), **asdict(changed(old, new))} for kind, (old, new) in found.items()}
+    if json:
+        output.print_json(rows)
+        return
+    console = Console(soft_wrap=True, highlight=False)
+    for kind, row in rows.items():
+        console.print(f"{kind:8}{row['changed']:12,} of {row['elements']:,} elements change, {row['density']:.3%}")
+        console.print(f"        {row['old']}  →  {row['new']}")
 
 
 @app.command()
@@ -44,13 +61,14 @@ def apply(
     new: New = None,
     threads: Annotated[int, typer.Option(min=1, help="CPU threads of each contender.")] = 1,
     rounds: Rounds = 9,
+    data: Which = "cold",
     cache: Cache = Path(".cache"),
     json: output.AsJson = False,
 ) -> None:
     """Time to write one update into live weights: ours, torch's index_copy_, vLLM's own sparse patching."""
     from vllm_delta_sync.bench import apply as measurement
 
-    times = measurement.measure(*_checkpoints(old, new, cache), threads=threads, rounds=rounds)
+    times = measurement.measure(*_checkpoints(old, new, cache, data), threads=threads, rounds=rounds)
     if json:
         output.print_json(asdict(times))
         return
@@ -70,13 +88,14 @@ def hash(
     old: Old = None,
     new: New = None,
     rounds: Rounds = 9,
+    data: Which = "cold",
     cache: Cache = Path(".cache"),
     json: output.AsJson = False,
 ) -> None:
     """Speed of a full pass of the state hash over a checkpoint, beside that of reading the same memory."""
     from vllm_delta_sync.bench import hash as measurement
 
-    speed = measurement.measure(_checkpoints(old, new, cache)[1], rounds=rounds)
+    speed = measurement.measure(_checkpoints(old, new, cache, data)[1], rounds=rounds)
     if json:
         output.print_json(asdict(speed))
         return
