@@ -56,6 +56,27 @@ def data(cache: Cache = Path(".cache"), json: output.AsJson = False) -> None:
 
 
 @app.command()
+def wire(
+    old: Old = None,
+    new: New = None,
+    data: Which = "cold",
+    cache: Cache = Path(".cache"),
+    json: output.AsJson = False,
+) -> None:
+    """Bytes of one update on the wire: coded against the old values, without them, and as a dense copy."""
+    from vllm_delta_sync.bench import wire as measurement
+
+    sizes = measurement.measure(*_checkpoints(old, new, cache, data))
+    if json:
+        output.print_json(asdict(sizes))
+        return
+    console = Console(soft_wrap=True, highlight=False)
+    console.print(f"{sizes.changed:,} changed elements, {sizes.density:.3%} of all")
+    for row in sizes.rows:
+        console.print(f"{row.name:10}{row.bytes:14,} bytes, {row.bytes_per_change:8.3f} per change")
+
+
+@app.command()
 def apply(
     old: Old = None,
     new: New = None,

@@ -9,7 +9,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from vllm_delta_sync.bench import apply, data, fetch, hash
+from vllm_delta_sync.bench import apply, data, fetch, hash, wire
 from vllm_delta_sync.bench.clock import interleaved
 from vllm_delta_sync.errors import BaseMismatch, ConfigError
 
@@ -86,3 +86,15 @@ def test_a_jittered_number_is_anywhere_in_its_rounding_cell_and_rounds_to_itself
 def test_data_that_there_is_not_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="cold, warm, sparse, dense"):
         data.made("hot", tmp_path)
+
+
+def test_all_bytes_of_an_update_are_counted_for_each_codec(tmp_path: Path) -> None:
+    master = torch.randn(256, 512, generator=torch.Generator().manual_seed(1)) * 0.02
+    moved = master + 2e-5 * torch.randn(256, 512, generator=torch.Generator().manual_seed(2))
+    old = checkpoint(tmp_path / "old", up_proj=master.bfloat16())
+    new = checkpoint(tmp_path / "new", up_proj=moved.bfloat16())
+    sizes = wire.measure(old, new)
+    rows = {row.name: row.bytes for row in sizes.rows}
+    assert sizes.changed == int((master.bfloat16() != moved.bfloat16()).sum())
+    assert rows["ctx"] < 0.7 * rows["gap"] < 0.7 * rows["dense"]
+    assert rows["dense"] > 256 * 512 * 2
