@@ -24,6 +24,8 @@ from vllm_delta_sync.wire.tensors import TensorSpec, split_blocks
 
 CHUNK = 1 << 20  # elements cast and compared at a time: still in cache, and large beside the cost of a call
 
+FROZEN_BYTES = 256 << 20  # of changes that a frozen state may always keep
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class BlockDelta:
@@ -197,14 +199,17 @@ class Snapshot:
                 frozen.moved_back(delta)
 
     @contextmanager
-    def freeze(self, files: Mapping[str, bytes]) -> Iterator[FrozenState]:
+    def freeze(self, files: Mapping[str, bytes], most_bytes: int | None = None) -> Iterator[FrozenState]:
         """The state as it is now, to be read while the snapshot moves on. May be called from any thread.
 
         Args:
             files: configuration, tokenizer and the like that belong to the model, by file name.
+            most_bytes: of changes since, beyond which it is given up; None: half of the model, or FROZEN_BYTES if more.
         """
+        if most_bytes is None:
+            most_bytes = max(FROZEN_BYTES, sum(spec.nbytes for spec in self._specs.values()) // 2)
         with self._moving:
-            frozen = FrozenState(self._bits, self._lanes, self._moving, files)
+            frozen = FrozenState(self._bits, self._lanes, self._moving, files, most_bytes)
             self._frozen.append(frozen)
         try:
             yield frozen
