@@ -241,7 +241,7 @@ def test_sizes_that_are_not_the_datas_are_refused(ctx: ModuleType) -> None:
     old, _ = walk(6, 10, 64)
     grid, model = CtxGrid(10, 64, strips(32, 32)), model_of(ctx, [255], 3)
     for sizes in ([9, 0], [-1, 9], [4, 5]):
-        with pytest.raises(MalformedObject):
+        with pytest.raises(MalformedObject, match="in a stream of 8"):
             ctx.ctx_decode(
                 model, old, grid, np.array(sizes), np.ones(2, np.uint8), np.zeros(8, np.uint8), np.ones(2, np.uint8), 9
             )
@@ -282,15 +282,55 @@ def test_grids_and_changes_that_do_not_fit_are_refused(ctx: ModuleType) -> None:
         ctx.ctx_encode(model, old.astype(np.uint64), CtxGrid(10, 64, strips(64)), changes, 1 << 20)
 
 
-def test_the_bytes_are_those_of_the_protocol(ctx: ModuleType) -> None:
-    """The worked tile of docs/protocol.md."""
-    old = np.array([0x3C00, 0x3C01, 0xBC02, 0x3F80], np.uint16)
-    new = np.array([0x3C00, 0x3C02, 0xBC03, 0x3F80], np.uint16)
+WORKED = np.array([0x3C00, 0x3C01, 0xBC02, 0x3F80], np.uint16)
+
+
+def worked_model(ctx: ModuleType) -> CtxModel:
     gaps = np.array([spread(GAP_SYMBOLS, {0: 1024, 1: 1024, GAP_END: 1024, GAP_ESCAPE: 1024})])
     steps = np.array([spread(STEP_SYMBOLS, {0: 2048, 1: 1024, STEP_ESCAPE: 1024})])
-    model = ctx.ctx_model(np.array([255], np.uint8), gaps, steps)
-    changes = native.diff(old.copy(), new, advance=False)
-    data, sizes, lanes = ctx.ctx_encode(model, old, CtxGrid(1, 4, strips(4)), changes, 100)
+    made: CtxModel = ctx.ctx_model(np.array([255], np.uint8), gaps, steps)
+    return made
+
+
+def read_worked(ctx: ModuleType, tile: str, old: np.ndarray) -> list[int]:
+    data, one = np.frombuffer(bytes.fromhex(tile), np.uint8), np.ones(1, np.uint8)
+    grid, sizes = CtxGrid(1, old.size, strips(old.size)), np.array([data.size])
+    positions: np.ndarray = ctx.ctx_decode(worked_model(ctx), old, grid, sizes, one, data, one, 4)[0]
+    return positions.tolist()
+
+
+def test_the_bytes_are_those_of_the_protocol(ctx: ModuleType) -> None:
+    """The worked tile of docs/protocol.md."""
+    new = np.array([0x3C00, 0x3C02, 0xBC03, 0x3F80], np.uint16)
+    changes = native.diff(WORKED.copy(), new, advance=False)
+    data, sizes, lanes = ctx.ctx_encode(worked_model(ctx), WORKED, CtxGrid(1, 4, strips(4)), changes, 100)
     # Gaps 1, 0 and the end, 2 bits each; two steps away from zero, 1 bit each.
     assert (sizes.tolist(), lanes.tolist()) == ([4], [1])
     assert data.tobytes().hex(" ") == "00 84 00 01"
+    assert read_worked(ctx, "00 84 00 01", WORKED) == [1, 2]
+
+
+@pytest.mark.parametrize("tile", ["00 84 00 01 00", "00 84 00 01 00 00", "00 84 00", "00 84 00 00", "00 84 00 02"])
+def test_a_tile_with_a_byte_too_many_or_too_few_or_another_end_is_refused(ctx: ModuleType, tile: str) -> None:
+    with pytest.raises(MalformedObject):
+        read_worked(ctx, tile, WORKED)
+
+
+def test_a_rank_beyond_the_last_member_is_refused(ctx: ModuleType) -> None:
+    assert read_worked(ctx, "00 84 00 01", WORKED[:3]) == [1, 2]
+    with pytest.raises(MalformedObject):
+        read_worked(ctx, "00 84 00 01", WORKED[:2])
+
+
+def test_bits_that_fill_the_last_byte_are_zero(ctx: ModuleType) -> None:
+    old = np.zeros(64, np.uint16)
+    changes = Changes(np.array([40], np.uint32), old[:1], np.array([1], np.uint16))
+    grid, one = CtxGrid(1, 64, strips(64)), np.ones(1, np.uint8)
+    data, sizes, lanes = ctx.ctx_encode(worked_model(ctx), old, grid, changes, 100)  # the gap is escaped: 18 raw bits
+    decode = (worked_model(ctx), old, grid, sizes, lanes)
+    assert ctx.ctx_decode(*decode, data, one, 1)[0].tolist() == [40]
+    for bit in range(2, 8):
+        damaged = data.copy()
+        damaged[-3] ^= 1 << bit
+        with pytest.raises(MalformedObject):
+            ctx.ctx_decode(*decode, damaged, one, 1)
