@@ -47,14 +47,17 @@ def data(cache: Cache = Path(".cache"), json: output.AsJson = False) -> None:
     from vllm_delta_sync.bench.data import Data, changed, made
 
     found = {kind.value: made(kind, cache.absolute()) for kind in Data}
-    rows = {kind: {"old": str(old), "new": str(new), **asdict(changed(old, new))} for kind, (old, new) in found.items()}
+    shares = {kind: asdict(changed(old, new)) for kind, (old, new) in found.items()}
     if json:
-        output.print_json(rows)
+        output.print_json(
+            {kind: {"old": str(old), "new": str(new), **shares[kind]} for kind, (old, new) in found.items()}
+        )
         return
     console = Console(soft_wrap=True, highlight=False)
-    for kind, row in rows.items():
-        console.print(f"{kind:8}{row['changed']:12,} of {row['elements']:,} elements change, {row['density']:.3%}")
-        console.print(f"        {row['old']}  →  {row['new']}")
+    for kind, (old, new) in found.items():
+        share = shares[kind]
+        console.print(f"{kind:8}{share['changed']:12,} of {share['elements']:,} change, {share['density']:.3%}")
+        console.print(f"        {old}  →  {new}")
 
 
 @app.command()

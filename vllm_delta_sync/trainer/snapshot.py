@@ -218,7 +218,7 @@ class Snapshot:
                 self._frozen.discard(frozen)
 
     def in_flight(self) -> FrozenState:
-        """The same for as long as somebody has it, however much changes: versions in flight keep their changes anyway."""
+        """The same for as long as somebody has it, whatever changes: versions in flight keep their changes anyway."""
         return self._at_present({}, sys.maxsize)
 
     def _at_present(self, files: Mapping[str, bytes], most_bytes: int) -> FrozenState:

@@ -21,7 +21,7 @@ State = dict[str, bytes]
 
 
 class Model(torch.nn.Module):
-    """Two projections and a norm, moved by normal updates of an fp32 master."""
+    """Two projections and a norm, moved by normal updates of an fp32 master; one of them every other step only."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -30,9 +30,9 @@ class Model(torch.nn.Module):
         self.down_proj = torch.nn.Linear(256, 96, bias=False)
         self.norm = torch.nn.LayerNorm(96)
 
-    def step(self) -> None:
+    def step(self, number: int) -> None:
         with torch.no_grad():
-            for parameter in self.parameters():
+            for parameter in (*self.down_proj.parameters(), *(self.parameters() if number % 2 else ())):
                 parameter += torch.randn_like(parameter) * 3e-5
 
     def state(self) -> State:
@@ -47,8 +47,8 @@ def published(where: Path, folds: FoldSchedule | None = None) -> tuple[DeltaLog,
     model = Model()
     states = [model.state()]
     with Publisher.open(str(where), model, folds=folds, anchors=None, max_in_flight=3, ctx=True) as publisher:
-        for _ in range(6):
-            model.step()
+        for number in range(6):
+            model.step(number)
             publisher.publish(model)
             states.append(model.state())
     return DeltaLog.open(str(where)), states
