@@ -83,7 +83,13 @@ inline int select_bit(uint64_t mask, int before) {
 // `contexts` are bytes, which may alias anything: without the promise that they do not, nothing here becomes a vector.
 template <typename T>
 void read_row(const T* __restrict from, int64_t n, uint8_t* __restrict contexts) {
-  for (int64_t i = 0; i < n; ++i) contexts[i] = context(from[i]);
+  constexpr int64_t group = 64, ahead = 2048 / sizeof(T);  // elements at once, and between a prefetch and its use
+  int64_t i = 0;
+  for (; i + group <= n; i += group) {
+    for (int64_t k = 0; k < group; k += 64 / static_cast<int64_t>(sizeof(T))) __builtin_prefetch(from + i + ahead + k);
+    for (int64_t k = 0; k < group; ++k) contexts[i + k] = context(from[i + k]);
+  }
+  for (; i < n; ++i) contexts[i] = context(from[i]);
 }
 
 // The contexts of a tile in row-major order, and zeros up to a multiple of 64.

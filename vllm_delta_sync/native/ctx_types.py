@@ -70,6 +70,21 @@ class CtxGrid:
         return self.rows * self.row_length
 
     @cached_property
+    def sound(self) -> bool:
+        """Whether strips are of 1 to 2**18 columns and follow each other in a row."""
+        if self.strips.ndim != 2 or not len(self.strips) or not self.strips.flags.c_contiguous:
+            return False
+        begins, columns = self.strips.T
+        ends = begins + columns
+        narrow = ((columns >= 1) & (columns <= TILE_ELEMENTS)).all()
+        return bool(narrow and begins[0] >= 0 and ends[-1] <= self.row_length and (begins[1:] >= ends[:-1]).all())
+
+    @cached_property
+    def covered(self) -> int:
+        """Columns in strips."""
+        return int(self.strips[:, 1].sum())
+
+    @cached_property
     def tile_rows(self) -> I64:
         """Rows of each strip's tiles but the last, [S]."""
         return np.asarray(TILE_ELEMENTS // self.strips[:, 1])
@@ -112,19 +127,16 @@ def check_block(grid: CtxGrid, old: Bits) -> int:
     width = bits_width("old", old)
     if width not in CTX_WIDTHS:
         raise ValueError(f"ctx codes elements of 1, 2 or 4 bytes, got {width}")
-    strips = grid.strips
-    if old.size != grid.elements or not 0 < old.size < MAX_COUNT or strips.ndim != 2 or not len(strips):
-        raise ValueError(f"{old.size} old values for {grid.rows} rows of {grid.row_length} in {len(strips)} strips")
-    begins, ends = strips[:, 0], strips.sum(axis=1)
-    narrow = (strips[:, 1] >= 1) & (strips[:, 1] <= TILE_ELEMENTS)
-    if not narrow.all() or begins[0] < 0 or ends[-1] > grid.row_length or (begins[1:] < ends[:-1]).any():
-        raise ValueError(f"strips {strips.tolist()[:4]} … do not follow each other in a row of {grid.row_length}")
+    if old.size != grid.elements or not 0 < old.size < MAX_COUNT:
+        raise ValueError(f"{old.size} old values for {grid.rows} rows of {grid.row_length}")
+    if not grid.sound:
+        raise ValueError(f"strips {grid.strips.tolist()[:4]} … do not follow each other in a row of {grid.row_length}")
     return width
 
 
 def check_cover(grid: CtxGrid) -> None:
     """ValueError unless the strips, which follow each other, cover a row."""
-    if int(grid.strips[:, 1].sum()) != grid.row_length:
+    if grid.covered != grid.row_length:
         raise ValueError(f"{len(grid.strips)} strips do not cover a row of {grid.row_length} elements")
 
 
