@@ -84,6 +84,12 @@ def encode_block(spec: TensorSpec, changes: native.Changes, start: int, count: i
     return best if best.stored < size else dense_block(current, changed)
 
 
+def gap_of(changes: native.Changes) -> EncodedBlock:
+    """The steps of changes of half floats, n ≥ 1."""
+    index, value = native.encode_gaps(changes.positions), native.encode_steps(changes.old, changes.new)
+    return EncodedBlock(GAP, len(changes.positions), _pack(index), _pack(value), (index.size, value.size))
+
+
 def gap_block(positions: npt.NDArray[np.uint32], steps: npt.NDArray[np.uint16]) -> EncodedBlock:
     """Steps u16[n], none of them zero, at ascending positions u32[n] of a block of half floats; n ≥ 1."""
     zeros = np.zeros_like(steps)
@@ -103,8 +109,7 @@ def dense_block(values: Bits, changed: int) -> EncodedBlock:
 
 
 def _gap(spec: TensorSpec, changes: native.Changes) -> EncodedBlock:
-    index, value = native.encode_gaps(changes.positions), native.encode_steps(changes.old, changes.new)
-    steps = EncodedBlock(GAP, len(changes.positions), _pack(index), _pack(value), (index.size, value.size))
+    steps = gap_of(changes)
     # Steps of RL updates take a few bits each. Only where they take more than a byte can whole values be the smaller.
     if len(steps.value) <= steps.changed:
         return steps
@@ -112,7 +117,7 @@ def _gap(spec: TensorSpec, changes: native.Changes) -> EncodedBlock:
     packed = _pack(planes)
     if len(packed) >= len(steps.value):
         return steps
-    return EncodedBlock(GAP_ABS, steps.changed, steps.index, packed, (index.size, planes.size))
+    return EncodedBlock(GAP_ABS, steps.changed, steps.index, packed, (steps.raw[0], planes.size))
 
 
 def _pack(raw: npt.NDArray[np.uint8]) -> bytes:
