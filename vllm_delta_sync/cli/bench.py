@@ -14,34 +14,24 @@ from rich.console import Console
 
 from vllm_delta_sync import native
 from vllm_delta_sync.cli import output
+from vllm_delta_sync.cli.bench_codecs import encode, memory, wire
+from vllm_delta_sync.cli.bench_input import Cache, Data, DataName, New, Old, Rounds, checkpoints
 from vllm_delta_sync.errors import ConfigError
 
 app = typer.Typer(
     add_completion=False, no_args_is_help=True, pretty_exceptions_enable=False, help="Measure this machine."
 )
 
-Old = Annotated[
-    Path | None, typer.Argument(help="Directory of the older checkpoint; a real step of SmolLM2 when left out.")
-]
-New = Annotated[Path | None, typer.Argument(help="Directory of the newer checkpoint.")]
-Cache = Annotated[Path, typer.Option(help="Folder in which that step is trained once and kept.")]
-Rounds = Annotated[int, typer.Option(min=1, help="Turns; the median counts.")]
-
-
-def _checkpoints(old: Path | None, new: Path | None, cache: Path) -> tuple[Path, Path]:
-    if old is not None and new is not None:
-        return old, new
-    if old is not None:
-        raise ConfigError("give both checkpoints, OLD and NEW, or neither")
-    from vllm_delta_sync.demo.steps import real_step
-
-    return real_step(cache.absolute())
+app.command()(wire)
+app.command()(encode)
+app.command()(memory)
 
 
 @app.command()
 def apply(
     old: Old = None,
     new: New = None,
+    data: DataName = Data.COLD,
     threads: Annotated[int, typer.Option(min=1, help="CPU threads of each contender.")] = 1,
     rounds: Rounds = 9,
     cache: Cache = Path(".cache"),
@@ -50,7 +40,7 @@ def apply(
     """Time to write one update into live weights: ours, torch's index_copy_, vLLM's own sparse patching."""
     from vllm_delta_sync.bench import apply as measurement
 
-    times = measurement.measure(*_checkpoints(old, new, cache), threads=threads, rounds=rounds)
+    times = measurement.measure(*checkpoints(old, new, data, cache), threads=threads, rounds=rounds)
     if json:
         output.print_json(asdict(times))
         return
@@ -69,6 +59,7 @@ def apply(
 def hash(
     old: Old = None,
     new: New = None,
+    data: DataName = Data.COLD,
     rounds: Rounds = 9,
     cache: Cache = Path(".cache"),
     json: output.AsJson = False,
@@ -76,7 +67,7 @@ def hash(
     """Speed of a full pass of the state hash over a checkpoint, beside that of reading the same memory."""
     from vllm_delta_sync.bench import hash as measurement
 
-    speed = measurement.measure(_checkpoints(old, new, cache)[1], rounds=rounds)
+    speed = measurement.measure(checkpoints(old, new, data, cache)[1], rounds=rounds)
     if json:
         output.print_json(asdict(speed))
         return
@@ -90,13 +81,14 @@ def hash(
 def fetch(
     old: Old = None,
     new: New = None,
+    data: DataName = Data.COLD,
     cache: Cache = Path(".cache"),
     json: output.AsJson = False,
 ) -> None:
     """Bytes that each of two nodes fetches of one update, for three ways to lay out the model over them."""
     from vllm_delta_sync.bench import fetch as measurement
 
-    nodes = measurement.measure(*_checkpoints(old, new, cache))
+    nodes = measurement.measure(*checkpoints(old, new, data, cache))
     if json:
         output.print_json({"nodes": [asdict(node) for node in nodes]})
         return
