@@ -23,9 +23,7 @@ SPREAD = {"sparse": 7e-7, "dense": 1.6e-4}  # standard deviation of an update, f
 class Data(StrEnum):
     """Which update. `cold` and `warm` are an AdamW step at a learning rate of 3e-6 on 4 × 128 tokens of English."""
 
-    COLD = (
-        "cold"  # the fp32 master began at the bf16 checkpoint itself: every weight in the middle of its rounding cell
-    )
+    COLD = "cold"  # the fp32 master began at the bf16 checkpoint itself: every weight in the middle of its rounding cell
     WARM = "warm"  # it began anywhere inside the cells, as after a long run
     SPARSE = "sparse"  # normal updates of one size, about 0.1 % of the elements change
     DENSE = "dense"  # the same, about 20 %

@@ -101,7 +101,8 @@ def _tally(symbols: Bits, classes: npt.NDArray[Any] | None = None) -> Counts:
     if classes is None:
         return np.asarray(np.unique(symbols, return_counts=True)[1])
     index = np.unique(symbols, return_inverse=True)[1]  # fewer than 2³² of them, whatever the symbols' width
-    return np.unique(classes.astype(np.uint64) << np.uint64(32) | index.astype(np.uint64), return_counts=True)[1]
+    pairs = classes.astype(np.uint64) << np.uint64(32) | index.astype(np.uint64)
+    return np.asarray(np.unique(pairs, return_counts=True)[1])
 
 
 def _class_histogram(dtype: str, bits: Bits) -> Counts:

@@ -37,7 +37,7 @@ def publish(bucket: str, old: Path, new: Path) -> PublishMemory:
     alone = resident.reset_peak()
     publisher = Publisher.open(bucket, base=old)
     open_peak = resident.peak()
-    held = resident.now() - alone
+    held = resident.held() - alone
     for name, item in open_checkpoint(new).items():
         model[name].copy_(as_tensors(in_memory({name: item}))[name])
     before = resident.reset_peak()
@@ -86,7 +86,7 @@ def stage(bucket: str, old: Path) -> StageMemory:
     before = resident.reset_peak()
     rank.stage(Hop.delta(pointer.manifest, tip))
     changed = rank.commit(tip.version)
-    peak, held = resident.peak() - before, resident.now() - before
+    peak, held = resident.peak() - before, resident.held() - before
     return StageMemory(
         changed=changed,
         held_bytes=held,

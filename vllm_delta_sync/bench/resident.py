@@ -13,8 +13,11 @@ from vllm_delta_sync.errors import ConfigError
 _PROCESS = Path("/proc/self")
 
 
-def now() -> int:
-    """Bytes."""
+def held() -> int:
+    """Bytes now, once what was freed is given back."""
+    give_back = getattr(ctypes.CDLL(None), "malloc_trim", None)  # glibc's: else freed memory would serve unseen
+    if give_back is not None:
+        give_back(0)
     return _field("VmRSS")
 
 
@@ -24,18 +27,13 @@ def peak() -> int:
 
 
 def reset_peak() -> int:
-    """Let the peak begin anew, and return what is held now, in bytes, once what was freed is given back.
-
-    Raises ConfigError where the system does not tell.
-    """
-    give_back = getattr(ctypes.CDLL(None), "malloc_trim", None)  # glibc's: else freed memory would serve unseen
-    if give_back is not None:
-        give_back(0)
+    """Let the peak begin anew, and return what is held now. Raises ConfigError where the system does not tell."""
+    now = held()
     try:
         (_PROCESS / "clear_refs").write_text("5")
     except OSError as error:
         raise ConfigError(f"measuring memory needs Linux and a writable /proc/self/clear_refs: {error}") from error
-    return now()
+    return now
 
 
 def _field(name: str) -> int:
