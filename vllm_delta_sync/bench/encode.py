@@ -57,7 +57,7 @@ def measure(old: Path, new: Path, threads: int = 1, rounds: int = 5) -> EncodeSp
     before, after = read(old, new)
     blocks = list(parts(before, after))
     torch.set_num_threads(threads)
-    package = peers.arc_package()
+    package = peers.arc_package(patient=False)
     with _workers(threads) as run:
         contenders = _ours(before, after, blocks, run)
         contenders["torch"] = peers.NonzeroGather(before, after).encode

@@ -5,6 +5,7 @@ Does not judge what they leave out: none of these checks that the receiver holds
 
 from __future__ import annotations
 
+import os
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -22,8 +23,7 @@ Tensors = dict[str, torch.Tensor]
 
 
 class ArcV3:
-    """Fireworks' `arc_v3`, one tensor after the other. Its candidates run in threads of its own, up to the first result
-    and half as long again.
+    """Fireworks' `arc_v3`, one tensor after the other. It tries several ways in threads of its own.
 
     Args:
         package: as `arc_package` gives it.
@@ -60,8 +60,15 @@ class ArcV3:
             return file.stat().st_size
 
 
-def arc_package() -> Any | None:
-    """The package `fireworks_delta_compression`, or None where it is not installed."""
+def arc_package(*, patient: bool) -> Any | None:
+    """The package `fireworks_delta_compression`, or None where it is not installed.
+
+    Args:
+        patient: let every way that it tries finish, so that its smallest result counts. As it ships, it gives those up
+            that take more than half as long again as the first. Decided at the first import in a process.
+    """
+    if patient:
+        os.environ["ARC3_CANDIDATE_WAIT_MULTIPLIER"] = "1000"
     try:
         import fireworks_delta_compression
     except ImportError:
