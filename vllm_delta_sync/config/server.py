@@ -49,7 +49,7 @@ class DeltaSyncConfig(Settings):
     """After a commit: `keep` every block, let no *later* request reuse an old block (`reset_prefix`), or also
     `recompute` the requests that are running."""
 
-    kernel: Literal["auto", "native", "reference"] = "auto"
+    kernel: Literal["auto", "native", "triton", "reference"] = "auto"
     """`native` refuses to start without the compiled library, `reference` never uses it, `auto` takes what there is."""
 
     threads: int = Field(default=1, ge=1, le=256)

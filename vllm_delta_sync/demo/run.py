@@ -27,12 +27,14 @@ from vllm_delta_sync.log.export import export
 from vllm_delta_sync.store import open_store
 from vllm_delta_sync.trainer import Publication, Publisher
 
-MIN_STEPS = 6
 STREAMS = 4
 QUIET_STEPS = 2
-PUBLISHED_STEPS = 3
-"""Training takes turns: steps without publishing, then this many with, under the same streams. Token gaps are compared
-between the two, and what else happens on the machine meanwhile falls on both."""
+"""After every other published step come this many that are not published. Token gaps are compared between the two: with
+the order p q q p, what drifts on the machine meanwhile falls on both alike."""
+
+BATCH = 1  # sequences a step
+ROLLOUT_S = 5.0
+"""After each step the server has the machine to itself, as when the next batch of an on-policy run is generated."""
 
 MAX_BYTES_PER_CHANGE = 2.0
 GREEDY_TOKENS = 48
@@ -83,16 +85,16 @@ class _Run:
     publications: list[Publication]
     commits: list[Commit]
     traffic: Traffic
-    quiet: list[tuple[float, float]]  # first and last moments, time.monotonic(), of training without publishing
-    synced: list[tuple[float, float]]  # and with
+    quiet: list[tuple[float, float]]  # first and last moments, time.monotonic(), of steps without publishing
+    synced: list[tuple[float, float]]  # and with it
 
 
-def run(cache: Path, steps: int, tensor_parallel: int, bucket: str | None, keep: bool, console: Console) -> Result:
+def run(cache: Path, versions: int, tensor_parallel: int, bucket: str | None, keep: bool, console: Console) -> Result:
     """Run the demo.
 
     Args:
         cache: folder for models, which stay, and for the bucket, logs and dumps, which go at the end unless `keep`.
-        steps: versions to publish, at least 6.
+        versions: to publish, at least 6.
         tensor_parallel: 1 or 2 ranks.
         bucket: URI of a store in which this run gets a folder, which goes at the end too; None takes one in `cache`.
         keep: leave everything in place.
@@ -109,14 +111,14 @@ def run(cache: Path, steps: int, tensor_parallel: int, bucket: str | None, keep:
     with session.server:
         with Load(session.server.url, STREAMS, work / "traffic.json") as load:
             torch.set_num_threads(1)
-            trainer = Trainer(model)
-            done = _train_and_publish(trainer, model, session, place, steps, load, console)
+            trainer = Trainer(model, batch=BATCH)
+            done = _train_and_publish(trainer, model, session, place, versions, load, console)
         console.print("\nchecking the live weights: by state hash, then byte for byte")
         served = [session.server.complete(prompt, GREEDY_TOKENS) for prompt in GREEDY_PROMPTS]
         audit = session.audit()
         session.dump(work / "live")
     exported = work / "exported"
-    export(DeltaLog.open(place), steps, exported, model)
+    export(DeltaLog.open(place), versions, exported, model)
     wrong = check.differing_hashes(audit["tensor_hashes"] or (), trainer.state())
     wrong += check.differing_bytes(work / "live", tensor_parallel, exported / checkpoint.WEIGHTS)
     wrong += check.differing_tensors(exported / checkpoint.WEIGHTS, trainer.state())
@@ -126,7 +128,7 @@ def run(cache: Path, steps: int, tensor_parallel: int, bucket: str | None, keep:
         console.print(f"[red]not bit-identical: {name}")
     for failure in done.traffic.failures:
         console.print(f"[red]{failure}", highlight=False)
-    at_last_version = audit["version"] == steps and not audit["wrong"]
+    at_last_version = audit["version"] == versions and not audit["wrong"]
     result = _result(done, model.name, tensor_parallel, place, not wrong and at_last_version, served == fresh)
     if not keep:
         store = open_store(place)
@@ -141,7 +143,7 @@ def own_place(bucket: str) -> str:
 
 
 def _train_and_publish(
-    trainer: Trainer, model: Path, session: Session, bucket: str, steps: int, load: Load, console: Console
+    trainer: Trainer, model: Path, session: Session, bucket: str, versions: int, load: Load, console: Console
 ) -> _Run:
     publications: list[Publication] = []
     published_at: dict[int, float] = {}
@@ -149,26 +151,26 @@ def _train_and_publish(
     # No folds: nobody joins this run late, and two cores have enough to do.
     with Publisher.open(bucket, base=model, threads=1, folds=None, anchors=None) as publisher:
         session.wait_until_served(0)
-        console.print(
-            f"training beside {STREAMS} streams: {QUIET_STEPS} steps unpublished, {PUBLISHED_STEPS} published, …"
-        )
+        console.print(f"training beside {STREAMS} streams; of every four steps two are published")
+        trainer.step()  # the first allocates the optimiser's state
         with Live(
             get_renderable=lambda: _table(publications, published_at, session.commits()),
             console=console,
             refresh_per_second=2,
         ):
-            for step in range(1, steps + 1):
-                if step % PUBLISHED_STEPS == 1:
-                    begin = time.monotonic()
-                    for _ in range(QUIET_STEPS):
-                        trainer.step()
-                    quiet.append((begin, time.monotonic()))
+            for version in range(1, versions + 1):
                 begin = time.monotonic()
                 trainer.step()
-                published_at[step] = time.time()
+                published_at[version] = time.time()
                 publications.append(publisher.publish(trainer.model, step=trainer.steps))
-                session.wait_until_served(step)  # on-policy: the next batch would come from these weights
+                session.wait_until_served(version)  # on-policy: the next batch comes from these weights
+                time.sleep(ROLLOUT_S)
                 synced.append((begin, time.monotonic()))
+                if version % 2:
+                    for _ in range(QUIET_STEPS):
+                        trainer.step()
+                        time.sleep(ROLLOUT_S)
+                    quiet.append((synced[-1][1], time.monotonic()))
     return _Run(publications, session.commits(), load.stop(), quiet, synced)
 
 

@@ -14,7 +14,7 @@ import torch
 from tokenizers import Tokenizer
 
 LEARNING_RATE = 3e-6
-BATCH, LENGTH = 4, 128
+LENGTH = 128
 
 
 class Trainer:
@@ -23,9 +23,10 @@ class Trainer:
     Args:
         checkpoint: directory of a Hugging Face Llama checkpoint; its weights are cast up to fp32.
         seed: chooses the batches.
+        batch: sequences of 128 tokens a step.
     """
 
-    def __init__(self, checkpoint: Path, seed: int = 0) -> None:
+    def __init__(self, checkpoint: Path, seed: int = 0, batch: int = 4) -> None:
         from transformers import AutoModelForCausalLM
         from transformers.utils import logging
 
@@ -33,11 +34,11 @@ class Trainer:
         self.model: torch.nn.Module = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32)
         self.model.train()
         self._optimizer = torch.optim.AdamW(self.model.parameters(), lr=LEARNING_RATE, betas=(0.9, 0.95))
-        self._batches = _batches(checkpoint / "tokenizer.json", seed)
+        self._batches = _batches(checkpoint / "tokenizer.json", seed, batch)
         self.steps = 0  # taken so far
 
     def step(self) -> float:
-        """One optimiser step on the next batch of 4 × 128 tokens; returns the loss in nats per token."""
+        """One optimiser step on the next batch; returns the loss in nats per token."""
         batch = next(self._batches)
         loss: torch.Tensor = self.model(input_ids=batch, labels=batch, use_cache=False).loss
         loss.backward()  # type: ignore[no-untyped-call]
@@ -52,12 +53,12 @@ class Trainer:
         return dict(self.model.named_parameters())
 
 
-def _batches(tokenizer_file: Path, seed: int) -> Iterator[torch.Tensor]:
-    """Endless batches of i64 [4, 128] cut at random places out of the manual."""
+def _batches(tokenizer_file: Path, seed: int, batch: int) -> Iterator[torch.Tensor]:
+    """Endless batches of i64 [batch, 128] cut at random places out of the manual."""
     text = "\n\n".join(topics[name] for name in sorted(topics))
     encoded: list[int] = Tokenizer.from_file(str(tokenizer_file)).encode(text).ids
     tokens = torch.tensor(encoded)
     random = torch.Generator().manual_seed(seed)
     for _ in itertools.count():
-        starts = torch.randint(len(tokens) - LENGTH, (BATCH,), generator=random)
+        starts = torch.randint(len(tokens) - LENGTH, (batch,), generator=random)
         yield torch.stack([tokens[start : start + LENGTH] for start in starts.tolist()])

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
-from typing import Literal, Protocol
+from typing import Literal, Protocol, get_args
 
 import numpy as np
 import torch
@@ -16,12 +16,12 @@ from torch import Tensor
 
 from vllm_delta_sync import native
 from vllm_delta_sync.errors import ConfigError
-from vllm_delta_sync.kernels import cpu, cuda, reference
+from vllm_delta_sync.kernels import cpu, cuda, reference, triton
 from vllm_delta_sync.native import cuda as native_cuda
 from vllm_delta_sync.native.library import Loaded
 from vllm_delta_sync.native.types import I64, U32, Bits, Seed
 
-Policy = Literal["auto", "native", "reference"]
+Policy = Literal["auto", "native", "triton", "reference"]
 Scatter = Callable[[Sequence[Tensor], Tensor, Tensor, Tensor, Tensor], Tensor]
 StateHash = Callable[[Tensor, int, Seed], Tensor]
 
@@ -43,7 +43,7 @@ class Patch(Protocol):
 class Backend:
     """One implementation of the kernels for one kind of device."""
 
-    name: str  # "native (avx2)", "native (cuda)" or "reference (torch)"
+    name: str  # "native (avx2)", "native (cuda)", "triton" or "reference (torch)"
     reason: str  # why this one
     device: torch.device
     scatter_: Scatter  # the op of that name, on tensors of `device`
@@ -71,31 +71,50 @@ def select(policy: Policy, device: torch.device | str, threads: int = 1) -> Back
     """The backend for a device.
 
     Args:
-        policy: "auto" takes the fastest there is, "native" refuses to degrade, "reference" is plain torch.
+        policy: "auto" takes the fastest there is, "native" and "triton" refuse to degrade, "reference" is plain torch.
         threads: CPU threads of one scatter.
 
     Raises:
-        ConfigError: the policy is "native" and no native implementation can serve the device, or it is not a policy.
+        ConfigError: the policy is "native" or "triton" and that cannot serve the device, or it is not a policy.
     """
     device = torch.device(device)
-    if policy not in ("auto", "native", "reference"):
-        raise ConfigError(f"kernel: {policy!r} is not one of auto, native, reference")
+    if policy not in get_args(Policy):
+        raise ConfigError(f"kernel: {policy!r} is not one of {', '.join(get_args(Policy))}")
     if policy == "reference":
         return _reference(device, "asked for")
+    makers: dict[Policy, Callable[[], Backend | str]] = {
+        "native": lambda: _native(device, threads),
+        "triton": lambda: _triton(device),
+    }
+    missing = []
+    for name, make in makers.items():
+        if policy in ("auto", name):
+            made = make()
+            if isinstance(made, Backend):
+                return made
+            missing.append(made)
+    why = "; ".join(missing)
+    if policy != "auto":
+        raise ConfigError(f"kernel: {policy} was asked for on {device}, but {why}; fix that or set `kernel: auto`")
+    return _reference(device, why)
+
+
+def _native(device: torch.device, threads: int) -> Backend | str:
+    """The C or CUDA library, or why it cannot serve this device."""
     if device.type == "cpu":
         if native.backend().startswith("native"):
             return _cpu(device, native.backend_reason(), threads)
-        why = native.backend_reason()
-    elif device.type == "cuda":
+        return native.backend_reason()
+    if device.type == "cuda" and torch.version.cuda is not None:  # AMD's GPUs are "cuda" devices to torch, too
         loaded = _cuda_library()
-        if loaded.library is not None:
-            return _cuda(device, native_cuda.CudaLibrary(loaded))
-        why = loaded.reason
-    else:
-        why = f"there is no native kernel for {device.type} devices"
-    if policy == "native":
-        raise ConfigError(f"kernel: native was asked for on {device}, but {why}; fix that or set `kernel: auto`")
-    return _reference(device, why)
+        return loaded.reason if loaded.library is None else _cuda(device, native_cuda.CudaLibrary(loaded))
+    return f"there is no native kernel for {device.type} devices"
+
+
+def _triton(device: torch.device) -> Backend | str:
+    """Triton, or why it cannot serve this device."""
+    why_not = triton.why_not(device)
+    return why_not or Backend("triton", f"on {device.type}", device, triton.scatter_, triton.state_hash)
 
 
 def _reference(device: torch.device, reason: str) -> Backend:
