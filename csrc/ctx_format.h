@@ -82,11 +82,12 @@ VDS_HD constexpr T unfold_step(T z) {
   return z & 1 ? static_cast<T>(0 - size) : size;
 }
 
-// One class of contexts low ... high: frequencies as decoding and encoding look them up.
+// One class of contexts low ... high: frequencies as decoding and encoding look them up. Slots hold symbols alone: what a tile
+// looks up in its classes' tables has to come from a distant cache, and so there should be little of it.
 struct Class {
-  uint32_t gap_slots[kTotal];  // symbol | (frequency - 1) << 8 | (slot - first slot) << 20
-  uint32_t step_slots[kTotal];
-  uint32_t gap_codes[kGapSymbols];  // frequency | first slot << 16
+  uint8_t gap_slots[kTotal];
+  uint8_t step_slots[kTotal];
+  uint32_t gap_codes[kGapSymbols];  // frequency | first slot << 16; 0 for what does not occur
   uint32_t step_codes[kStepSymbols];
   uint32_t low, high;
 };

@@ -1,5 +1,6 @@
 // The `ctx` codec: a block's changes, coded tile by tile against its old values (docs/protocol.md, *ctx*). Does not choose
 // tiles or models, and does not allocate: the caller gives a scratch of vds_ctx_scratch_size bytes.
+#include <algorithm>
 #include <cstring>
 
 #include "ctx_kernels.h"
@@ -93,7 +94,7 @@ struct Grid {
   }
 };
 
-// Calls visit(i, tile, element in the tile) for positions in ascending order.
+// Calls visit(i, tile, element in the tile) for those of the positions, which ascend, that lie in a strip.
 template <typename Visit>
 void place(const Grid& grid, const int64_t* first_tiles, const uint32_t* positions, int64_t n, Visit visit) {
   int64_t row = 0, s = 0;
@@ -104,57 +105,80 @@ void place(const Grid& grid, const int64_t* first_tiles, const uint32_t* positio
       column %= grid.row_length;
       s = 0;
     }
-    while (column >= grid.strips[s].column + grid.strips[s].columns) ++s;
+    while (s < grid.count && column >= grid.strips[s].column + grid.strips[s].columns) ++s;
+    if (s == grid.count || column < grid.strips[s].column) continue;
     const Strip& strip = grid.strips[s];
     const int64_t height = strip.tile_rows(), chunk = grid.rows <= height ? 0 : row / height;
     visit(i, first_tiles[s] + chunk, (row - chunk * height) * strip.columns + column - strip.column);
   }
 }
 
-template <typename T>
-struct Sorted {
-  int64_t* first_tiles;  // [strips]
-  int64_t* ends;         // [tiles + 1]
-  uint32_t* elements;    // [n]
-  T *before, *after;     // [n]
-  TileChanges<T> of(int64_t tile) const {
-    const int64_t first = ends[tile];
-    return {elements + first, before + first, after + first, ends[tile + 1] - first};
-  }
-};
-
-template <typename T>
-Sorted<T> take_sorted(Arena& arena, int64_t strips, int64_t tiles, int64_t n) {
-  return {arena.take<int64_t>(strips), arena.take<int64_t>(tiles + 2), arena.take<uint32_t>(n), arena.take<T>(n), arena.take<T>(n)};
-}
-
 // The changes of a block by tile.
 template <typename T>
-void sort(const Grid& grid, const uint32_t* positions, const T* before, const T* after, int64_t n, const Sorted<T>& to) {
-  int64_t tiles = 0;
-  for (int64_t s = 0; s < grid.count; ++s) {
-    to.first_tiles[s] = tiles;
-    tiles += grid.strips[s].tiles(grid.rows);
+class Sorted {
+ public:
+  Sorted(Arena& arena, int64_t strips, int64_t tiles, int64_t n)
+      : first_tiles_(arena.take<int64_t>(strips)), begins_(arena.take<int64_t>(tiles)), ends_(arena.take<int64_t>(tiles)), elements_(arena.take<uint32_t>(n)),
+        moved_before_(arena.take<T>(n)), moved_after_(arena.take<T>(n)) {}
+
+  void sort(const Grid& grid, const uint32_t* positions, const T* before, const T* after, int64_t n) {
+    if (grid.rows == 1) return cut(grid, positions, before, after, n);
+    int64_t tiles = 0;
+    for (int64_t s = 0; s < grid.count; ++s) {
+      first_tiles_[s] = tiles;
+      tiles += grid.strips[s].tiles(grid.rows);
+    }
+    std::memset(ends_, 0, static_cast<size_t>(tiles) * sizeof *ends_);
+    place(grid, first_tiles_, positions, n, [&](int64_t, int64_t tile, int64_t) { ++ends_[tile]; });
+    int64_t at = 0;
+    for (int64_t t = 0; t < tiles; ++t) {
+      begins_[t] = at;
+      at += ends_[t];
+      ends_[t] = begins_[t];
+    }
+    place(grid, first_tiles_, positions, n, [&](int64_t i, int64_t tile, int64_t element) {
+      const int64_t to = ends_[tile]++;
+      elements_[to] = static_cast<uint32_t>(element);
+      moved_before_[to] = before[i];
+      moved_after_[to] = after[i];
+    });
+    before_ = moved_before_;
+    after_ = moved_after_;
   }
-  // Counted two places on, so that after placing, which moves each start up to the next, they are where they belong.
-  std::memset(to.ends, 0, static_cast<size_t>(tiles + 2) * sizeof *to.ends);
-  place(grid, to.first_tiles, positions, n, [&](int64_t, int64_t tile, int64_t) { ++to.ends[tile + 2]; });
-  for (int64_t t = 0; t < tiles; ++t) to.ends[t + 2] += to.ends[t + 1];
-  place(grid, to.first_tiles, positions, n, [&](int64_t i, int64_t tile, int64_t element) {
-    const int64_t at = to.ends[tile + 1]++;
-    to.elements[at] = static_cast<uint32_t>(element);
-    to.before[at] = before[i];
-    to.after[at] = after[i];
-  });
-}
+
+  TileChanges<T> of(int64_t tile) const {
+    const int64_t first = begins_[tile];
+    return {elements_ + first, before_ + first, after_ + first, ends_[tile] - first};
+  }
+
+ private:
+  // In one row, tiles follow each other as positions do.
+  void cut(const Grid& grid, const uint32_t* positions, const T* before, const T* after, int64_t n) {
+    int64_t i = 0;
+    for (int64_t s = 0; s < grid.count; ++s) {
+      const int64_t column = grid.strips[s].column, end = column + grid.strips[s].columns;
+      i = std::lower_bound(positions + i, positions + n, column) - positions;
+      begins_[s] = i;
+      for (; i < n && positions[i] < end; ++i) elements_[i] = static_cast<uint32_t>(positions[i] - column);
+      ends_[s] = i;
+    }
+    before_ = before;
+    after_ = after;
+  }
+
+  int64_t *first_tiles_, *begins_, *ends_;  // [strips], [tiles], [tiles]
+  uint32_t* elements_;                      // [n]
+  T *moved_before_, *moved_after_;          // [n]
+  const T *before_ = nullptr, *after_ = nullptr;
+};
 
 template <typename T>
 int64_t encode(const Model& model, const T* old, const Grid& grid, const uint32_t* positions, const T* before, const T* after,
                int64_t n, void* memory, uint8_t* out, int64_t room, int64_t* spans) {
   Arena arena(memory);
   const Scratch scratch = tile_scratch(arena);
-  const Sorted<T> sorted = take_sorted<T>(arena, grid.count, grid.tiles(), n);
-  sort(grid, positions, before, after, n, sorted);
+  Sorted<T> sorted(arena, grid.count, grid.tiles(), n);
+  sorted.sort(grid, positions, before, after, n);
   int64_t written = 0;
   const bool fits = grid.each_tile([&](const Tile& tile, int64_t index) {
     const TileChanges<T> changes = sorted.of(index);
@@ -173,14 +197,14 @@ int64_t encode(const Model& model, const T* old, const Grid& grid, const uint32_
 
 template <typename T>
 int64_t tally(const Model& model, const T* old, const Grid& grid, const uint32_t* positions, const T* before, const T* after,
-              int64_t n, int64_t every, void* memory, uint64_t* gaps, uint64_t* steps) {
+              int64_t n, void* memory, uint64_t* gaps, uint64_t* steps) {
   Arena arena(memory);
   const Scratch scratch = tile_scratch(arena);
-  const Sorted<T> sorted = take_sorted<T>(arena, grid.count, grid.tiles(), n);
-  sort(grid, positions, before, after, n, sorted);
+  Sorted<T> sorted(arena, grid.count, grid.tiles(), n);
+  sorted.sort(grid, positions, before, after, n);
   grid.each_tile([&](const Tile& tile, int64_t index) {
     const TileChanges<T> changes = sorted.of(index);
-    if (index % every == 0 && changes.n > 0)
+    if (changes.n > 0)
       kernels_for<T>().tally(model, {old, grid.row_length}, tile, changes, scratch, gaps, steps);
     return true;
   });
@@ -229,14 +253,13 @@ void survey(const T* old, int64_t count, const T* before, const T* after, int64_
   }
 }
 
-bool fill(const uint16_t* frequencies, int symbols, uint32_t* slots, uint32_t* codes) {
+bool fill(const uint16_t* frequencies, int symbols, uint8_t* slots, uint32_t* codes) {
   uint32_t start = 0;
   for (int s = 0; s < symbols; ++s) {
     const uint32_t frequency = frequencies[s];
     if (frequency > kTotal - start) return false;
     codes[s] = frequency == 0 ? 0 : frequency | start << 16;
-    for (uint32_t i = 0; i < frequency; ++i)
-      slots[start + i] = static_cast<uint32_t>(s) | (frequency - 1) << 8 | i << 20;
+    std::memset(slots + start, s, frequency);
     start += frequency;
   }
   return start == kTotal;
@@ -271,19 +294,19 @@ VDS_API int vds_ctx_model(int classes, const uint8_t* last, const uint16_t* gaps
 VDS_API int64_t vds_ctx_scratch_size(int width, int64_t elements, int64_t strips, int64_t tiles, int64_t n) {
   Arena encoding(nullptr), decoding(nullptr);
   tile_scratch(encoding);
-  take_sorted<uint32_t>(encoding, strips, tiles, n);
+  Sorted<uint32_t>(encoding, strips, tiles, n);
   tile_scratch(decoding);
   decoding.take<uint64_t>((elements + 63) / 64);
   decoding.take<uint8_t>(elements * width);
   return encoding.used() > decoding.used() ? encoding.used() : decoding.used();
 }
 
-#define VDS_CTX_WIDTHS(call)     \
-  switch (width) {               \
+#define VDS_CTX_WIDTHS(call)       \
+  switch (width) {                 \
     case 1: return call(uint8_t);  \
     case 2: return call(uint16_t); \
     case 4: return call(uint32_t); \
-    default: return -2;          \
+    default: return -2;            \
   }
 
 // Encodes n changes of a block of rows x row_length elements, tile by tile, and writes (size, lanes) of each tile to spans.
@@ -299,14 +322,15 @@ VDS_API int64_t vds_ctx_encode(int width, const void* model, const void* old, in
 #undef VDS_CTX_ENCODE
 }
 
-// Adds the symbols of every `every`th tile to gaps [classes, 74] and steps [classes, 249]; of `model`, only the classes matter.
+// Adds the symbols of the tiles to gaps [classes, 74] and steps [classes, 249]; of `model`, only the classes matter. Here strips need
+// not cover a row: what lies in none is not counted.
 VDS_API int64_t vds_ctx_tally(int width, const void* model, const void* old, int64_t rows, int64_t row_length, const int64_t* strips,
                               int64_t count, const uint32_t* positions, const void* before, const void* after, int64_t n,
-                              int64_t every, void* scratch, uint64_t* gaps, uint64_t* steps) {
+                              void* scratch, uint64_t* gaps, uint64_t* steps) {
   const Grid grid{rows, row_length, reinterpret_cast<const Strip*>(strips), count};
 #define VDS_CTX_TALLY(T)                                                                                               \
   tally<T>(*static_cast<const Model*>(model), static_cast<const T*>(old), grid, positions, static_cast<const T*>(before), \
-           static_cast<const T*>(after), n, every, scratch, gaps, steps)
+           static_cast<const T*>(after), n, scratch, gaps, steps)
   VDS_CTX_WIDTHS(VDS_CTX_TALLY)
 #undef VDS_CTX_TALLY
 }

@@ -32,6 +32,27 @@ inline uint64_t members(const uint8_t* contexts, uint8_t low, uint8_t high) {
 #endif
 }
 
+// How many of 64 n contexts, n at most 255, lie in low ... high.
+inline uint32_t count_members(const uint8_t* contexts, int64_t n, uint8_t low, uint8_t high) {
+#if defined(__AVX2__)
+  const __m256i least = _mm256_set1_epi8(static_cast<char>(low)), most = _mm256_set1_epi8(static_cast<char>(high));
+  __m256i first = _mm256_setzero_si256(), second = first;
+  for (int64_t i = 0; i < n; ++i) {
+    const __m256i x = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(contexts) + 2 * i);
+    const __m256i y = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(contexts) + 2 * i + 1);
+    first = _mm256_sub_epi8(first, _mm256_cmpeq_epi8(_mm256_min_epu8(_mm256_max_epu8(x, least), most), x));
+    second = _mm256_sub_epi8(second, _mm256_cmpeq_epi8(_mm256_min_epu8(_mm256_max_epu8(y, least), most), y));
+  }
+  const __m256i sums = _mm256_add_epi64(_mm256_sad_epu8(first, _mm256_setzero_si256()), _mm256_sad_epu8(second, _mm256_setzero_si256()));
+  const __m128i half = _mm_add_epi64(_mm256_castsi256_si128(sums), _mm256_extracti128_si256(sums, 1));
+  return static_cast<uint32_t>(_mm_cvtsi128_si64(half) + _mm_extract_epi64(half, 1));
+#else
+  uint32_t count = 0;
+  for (int64_t i = 0; i < n; ++i) count += static_cast<uint32_t>(__builtin_popcountll(members(contexts + 64 * i, low, high)));
+  return count;
+#endif
+}
+
 // The index of the bit of `mask` that has `before` set bits below it; there is one.
 inline int select_bit(uint64_t mask, int before) {
 #if defined(__BMI2__)
@@ -90,11 +111,11 @@ class Source {
     return true;
   }
 
-  // The symbol of a state, as its slot's entry; false where a word is missing.
-  bool symbol(uint32_t& state, const uint32_t* slots, uint32_t& symbol) {
-    const uint32_t entry = slots[state & (kTotal - 1)];
-    symbol = entry & 0xFF;
-    state = (((entry >> 8) & (kTotal - 1)) + 1) * (state >> kScale) + (entry >> 20);
+  // The symbol of a state; false where a word is missing.
+  bool symbol(uint32_t& state, const uint8_t* slots, const uint32_t* codes, uint32_t& symbol) {
+    const uint32_t slot = state & (kTotal - 1);
+    symbol = slots[slot];
+    state = (codes[symbol] & 0x1FFF) * (state >> kScale) + slot - (codes[symbol] >> 16);
     if (state < kFloor) {
       if (end_ - at_ < 2) return false;
       uint16_t word;
@@ -143,12 +164,23 @@ class Walk {
 
   // The element behind `gap` further members, or false when there is none within whole words.
   bool skip(uint32_t gap, uint32_t& element) {
-    for (;;) {
-      const uint32_t here = static_cast<uint32_t>(__builtin_popcountll(mask_));
-      if (gap < here) break;
+    uint32_t here = static_cast<uint32_t>(__builtin_popcountll(mask_));
+    if (gap >= here) {
       gap -= here;
-      if (word_ == last_) return false;
-      mask_ = members(contexts_ + 64 * ++word_, low_, high_);
+      int64_t word = word_ + 1;
+      for (; gap >= 256 && word + 4 <= last_; word += 4) {
+        const uint32_t four = count_members(contexts_ + 64 * word, 4, low_, high_);
+        if (gap < four) break;
+        gap -= four;
+      }
+      for (;; ++word) {
+        if (word > last_) return false;
+        mask_ = members(contexts_ + 64 * word, low_, high_);
+        here = static_cast<uint32_t>(__builtin_popcountll(mask_));
+        if (gap < here) break;
+        gap -= here;
+      }
+      word_ = word;
     }
     const int bit = select_bit(mask_, static_cast<int>(gap));
     mask_ &= ~1ull << bit;
@@ -158,9 +190,15 @@ class Walk {
 
   // How many members lie before `element`, which does not lie before an earlier one asked for.
   uint32_t before(uint32_t element) {
-    while (word_ < element >> 6) {
+    const int64_t word = element >> 6;
+    if (word_ < word) {
       count_ += static_cast<uint32_t>(__builtin_popcountll(mask_));
-      mask_ = members(contexts_ + 64 * ++word_, low_, high_);
+      for (++word_; word_ < word;) {
+        const int64_t n = word - word_ < 255 ? word - word_ : 255;
+        count_ += count_members(contexts_ + 64 * word_, n, low_, high_);
+        word_ += n;
+      }
+      mask_ = members(contexts_ + 64 * word_, low_, high_);
     }
     return count_ + static_cast<uint32_t>(__builtin_popcountll(mask_ & ((1ull << (element & 63)) - 1)));
   }
@@ -179,7 +217,7 @@ int64_t decode_gaps(Source& source, uint32_t* states, const Class& of, const uin
   Walk walk(contexts, elements, of);
   for (int64_t i = 0;; ++i) {
     uint32_t gap, raw = 0;
-    if (!source.symbol(states[i % lanes], of.gap_slots, gap)) return -1;
+    if (!source.symbol(states[i % lanes], of.gap_slots, of.gap_codes, gap)) return -1;
     if (gap == kGapEnd) return i;
     if (gap >= kExact) {
       const bool escape = gap == kGapEscape;
@@ -195,7 +233,7 @@ bool decode_steps(Source& source, uint32_t* states, const Class& of, const Place
                   int64_t n, T* steps, uint64_t* changed) {
   for (int64_t i = 0; i < n; ++i) {
     uint32_t symbol, raw;
-    if (!source.symbol(states[i % lanes], of.step_slots, symbol)) return false;
+    if (!source.symbol(states[i % lanes], of.step_slots, of.step_codes, symbol)) return false;
     T z = static_cast<T>(symbol);
     if (symbol >= 2 * kExact) {
       const bool escape = symbol == kStepEscape;

@@ -6,63 +6,109 @@ Does not measure.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
 from itertools import pairwise
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 from vllm_delta_sync.bench.step import Model, Part, parts
 from vllm_delta_sync.log import LogWriter, TensorUpdate
 from vllm_delta_sync.log.packing import pack
-from vllm_delta_sync.native import Changes
+from vllm_delta_sync.native import Changes, CtxModel
 from vllm_delta_sync.store import Store
-from vllm_delta_sync.wire import codec_rules, dtypes, state_hash
-from vllm_delta_sync.wire.codecs import EncodedBlock, dense_block, encode_block, gap_abs_block, gap_of
+from vllm_delta_sync.trainer.splits import split_dim
+from vllm_delta_sync.wire import codec_rules, ctx, dtypes, state_hash
+from vllm_delta_sync.wire.codecs import Context, EncodedBlock, ctx_of, dense_block, encode_block, gap_abs_block, gap_of
 from vllm_delta_sync.wire.manifest import BaseRef
 from vllm_delta_sync.wire.shard import TARGET_BYTES, Ends, pack_shard
+from vllm_delta_sync.wire.tensors import TensorSpec
 
-Coding: TypeAlias = Callable[[Part, Changes], EncodedBlock]  # of a block in which something changed
-
-
-def adaptive(part: Part, changes: Changes) -> EncodedBlock:
-    """What a publisher writes: the smallest."""
-    return encode_block(part.spec, changes, part.start, part.count, part.new)
+Task: TypeAlias = Callable[[], Any]
+Run: TypeAlias = Callable[[Sequence[Task]], list[Any]]  # do all of them and give their results, in their order
 
 
-def _gap(part: Part, changes: Changes) -> EncodedBlock:
-    # Only half floats have steps; other tensors of a checkpoint go with absolute values.
-    return gap_of(changes) if dtypes.by_name(part.spec.dtype).half else _gap_abs(part, changes)
+@dataclass(frozen=True, slots=True, eq=False)
+class Found:
+    """A block in which something changed."""
+
+    part: Part
+    changes: Changes  # positions within the block
+
+    @property
+    def spec(self) -> TensorSpec:
+        """The block's tensor."""
+        return self.part.spec
+
+    def sample(self) -> ctx.Sample:
+        """For models of the ctx codec."""
+        return ctx.Sample(self.spec, self.part.start, self.part.old, self.changes, split_dim(self.spec))
 
 
-def _gap_abs(part: Part, changes: Changes) -> EncodedBlock:
-    return gap_abs_block(changes.positions, changes.new)
+@dataclass(frozen=True, slots=True)
+class Coding:
+    """One way to encode an update."""
+
+    code: Callable[[Found, CtxModel | None], EncodedBlock]  # the model is that of the block's dtype, if there is any
+    modelled: bool = False  # whether models are made of the update first
 
 
-def _dense(part: Part, changes: Changes) -> EncodedBlock:
-    return dense_block(part.new, changes.positions.size)
+def _adaptive(found: Found, model: CtxModel | None) -> EncodedBlock:
+    part = found.part
+    context = Context(model, part.old, split_dim(part.spec)) if model is not None else None
+    return encode_block(part.spec, found.changes, part.start, part.count, part.new, context)
 
 
+def _ctx(found: Found, model: CtxModel | None) -> EncodedBlock:
+    part = found.part
+    if model is None:  # only half floats have steps; other tensors of a checkpoint go with absolute values
+        return _gap_abs(found, None)
+    coded = ctx_of(part.spec, found.changes, part.start, Context(model, part.old, split_dim(part.spec)))
+    return coded if coded is not None else _dense(found, None)
+
+
+def _gap(found: Found, model: CtxModel | None) -> EncodedBlock:
+    return gap_of(found.changes) if dtypes.by_name(found.spec.dtype).half else _gap_abs(found, model)
+
+
+def _gap_abs(found: Found, _: CtxModel | None) -> EncodedBlock:
+    return gap_abs_block(found.changes.positions, found.changes.new)
+
+
+def _dense(found: Found, _: CtxModel | None) -> EncodedBlock:
+    return dense_block(found.part.new, found.changes.positions.size)
+
+
+ADAPTIVE = Coding(_adaptive, modelled=True)
 CODINGS: Mapping[str, Coding] = {
-    codec_rules.NAMES[codec_rules.GAP]: _gap,
-    codec_rules.NAMES[codec_rules.GAP_ABS]: _gap_abs,
-    codec_rules.NAMES[codec_rules.DENSE]: _dense,
-    "adaptive": adaptive,
+    codec_rules.NAMES[codec_rules.CTX]: Coding(_ctx, modelled=True),
+    codec_rules.NAMES[codec_rules.GAP]: Coding(_gap),
+    codec_rules.NAMES[codec_rules.GAP_ABS]: Coding(_gap_abs),
+    codec_rules.NAMES[codec_rules.DENSE]: Coding(_dense),
+    "adaptive": ADAPTIVE,
 }
-"""Every codec of the registry by its name there, and the publisher's choice among them."""
+"""Every codec of the registry by its name there, and the smallest for each block as a publisher chooses it."""
 
 
-def encode(part: Part, coding: Coding) -> EncodedBlock | None:
-    """Find the changes of a block and encode them; None where there are none."""
-    changes = part.diff()
-    return coding(part, changes) if changes.positions.size else None
+def one_by_one(tasks: Sequence[Task]) -> list[Any]:
+    """The simplest `Run`."""
+    return [task() for task in tasks]
 
 
-def updates(before: Model, after: Model, coding: Coding = adaptive) -> list[TensorUpdate]:
+def encode(blocks: Sequence[Part], coding: Coding, run: Run = one_by_one) -> list[tuple[Part, EncodedBlock]]:
+    """Find what changed in every block of both states, and encode the blocks in which something did."""
+    changes = run([part.diff for part in blocks])
+    found = [Found(part, change) for part, change in zip(blocks, changes, strict=True) if change.positions.size]
+    models = ctx.make_models(found, Found.sample) if coding.modelled else {}
+    coded = run([partial(coding.code, one, models.get(one.spec.dtype)) for one in found])
+    return [(one.part, code) for one, code in zip(found, coded, strict=True)]
+
+
+def updates(before: Model, after: Model, coding: Coding = ADAPTIVE) -> list[TensorUpdate]:
     """Every tensor that changed, its blocks encoded."""
     blocks: dict[str, list[tuple[int, int, EncodedBlock]]] = {}
-    for part in parts(before, after):
-        encoded = encode(part, coding)
-        if encoded is not None:
-            blocks.setdefault(part.spec.name, []).append((part.start, part.count, encoded))
+    for part, encoded in encode(list(parts(before, after)), coding):
+        blocks.setdefault(part.spec.name, []).append((part.start, part.count, encoded))
     return [TensorUpdate(after[name][0], state_hash.of_tensor(*after[name]), found) for name, found in blocks.items()]
 
 

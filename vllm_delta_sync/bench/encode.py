@@ -5,7 +5,7 @@ Does not hash, upload or write into live weights. Nothing is read from disk whil
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -18,7 +18,7 @@ import torch
 from vllm_delta_sync import native
 from vllm_delta_sync.bench import codings, peers
 from vllm_delta_sync.bench.clock import interleaved
-from vllm_delta_sync.bench.codings import CODINGS, Coding
+from vllm_delta_sync.bench.codings import CODINGS, Coding, Run, Task, one_by_one
 from vllm_delta_sync.bench.step import Model, Part, parts, read
 from vllm_delta_sync.log.packing import pack
 from vllm_delta_sync.native.types import Bits
@@ -26,9 +26,6 @@ from vllm_delta_sync.wire.codecs import decode_block
 from vllm_delta_sync.wire.frames import Buffer
 from vllm_delta_sync.wire.shard import TARGET_BYTES
 from vllm_delta_sync.wire.table import Block
-
-_Task = Callable[[], object]
-_Run = Callable[[Sequence[_Task]], None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,14 +79,14 @@ def measure(old: Path, new: Path, threads: int = 1, rounds: int = 5) -> EncodeSp
     )
 
 
-def _ours(before: Model, after: Model, blocks: list[Part], run: _Run) -> dict[str, _Task]:
+def _ours(before: Model, after: Model, blocks: list[Part], run: Run) -> dict[str, Task]:
     sides = [side.view(np.uint8) for part in blocks for side in (part.old, part.new)]
-    found: dict[str, _Task] = {
+    found: dict[str, Task] = {
         "read": partial(run, [partial(native.read_sum, side) for side in sides]),
         "diff": partial(run, [part.diff for part in blocks]),
     }
     for name, coding in CODINGS.items():
-        found[f"encode {name}"] = partial(run, [partial(codings.encode, part, coding) for part in blocks])
+        found[f"encode {name}"] = partial(codings.encode, blocks, coding, run)
         found[f"decode {name}"] = partial(run, [partial(decode, *item) for item in encoded(before, after, coding)])
     return found
 
@@ -106,27 +103,17 @@ def encoded(before: Model, after: Model, coding: Coding) -> Iterator[tuple[Block
 
 def decode(row: Block, stored: Buffer, part: Part) -> Bits:
     """The new values at the positions that a block lists, verified, as a server decodes it beside its live weights."""
-    decoded = decode_block(row, stored)
+    decoded = decode_block(row, stored, part.old)
     if decoded.values is not None:
         return decoded.values
     return decoded.new_bits(native.gather(part.old.ctypes.data, part.old.itemsize, decoded.positions))
 
 
 @contextmanager
-def _workers(threads: int) -> Iterator[_Run]:
+def _workers(threads: int) -> Iterator[Run]:
     """How to do many things: one after the other, or on that many threads as a publisher does."""
-
-    def one_by_one(tasks: Sequence[_Task]) -> None:
-        for task in tasks:
-            task()
-
     if threads == 1:
         yield one_by_one
         return
     with ThreadPoolExecutor(threads) as pool:
-
-        def spread(tasks: Sequence[_Task]) -> None:
-            for future in [pool.submit(task) for task in tasks]:
-                future.result()
-
-        yield spread
+        yield lambda tasks: [future.result() for future in [pool.submit(task) for task in tasks]]

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from itertools import groupby
 
@@ -17,12 +17,16 @@ from vllm_delta_sync.log import LogWriter, TensorUpdate
 from vllm_delta_sync.log.compose import Held, hold
 from vllm_delta_sync.log.folder import Folder
 from vllm_delta_sync.log.layers import Changed, End, Layer
+from vllm_delta_sync.native import CtxModel
+from vllm_delta_sync.native.types import Bits
+from vllm_delta_sync.trainer.frozen import FrozenState
 from vllm_delta_sync.trainer.pipeline import InFlight
 from vllm_delta_sync.trainer.publication import Published
 from vllm_delta_sync.trainer.snapshot import BlockDelta, Delta
-from vllm_delta_sync.wire import dtypes
+from vllm_delta_sync.trainer.splits import split_dim
+from vllm_delta_sync.wire import ctx, dtypes
 from vllm_delta_sync.wire.codec_rules import DENSE
-from vllm_delta_sync.wire.codecs import EncodedBlock, encode_block
+from vllm_delta_sync.wire.codecs import Context, EncodedBlock, encode_block
 
 
 class Encoder:
@@ -31,19 +35,24 @@ class Encoder:
     Args:
         turn: held while a version is written, for the writer is not to be used from two threads at a time.
         folder: told of each version; None where nothing folds them.
+        ctx: whether blocks may be coded against the values before.
     """
 
-    def __init__(self, writer: LogWriter, threads: int, turn: threading.Lock, folder: Folder | None) -> None:
+    def __init__(self, writer: LogWriter, threads: int, turn: threading.Lock, folder: Folder | None, ctx: bool) -> None:
         self._writer = writer
         self._threads = threads
         self._turn = turn
         self._folder = folder
+        self._ctx = ctx
 
     def write(self, version: InFlight) -> Published:
         """Make a version durable. Raises what `LogWriter.commit` raises."""
         began = time.perf_counter()
+        models: dict[str, CtxModel] = {}
+        if self._ctx:
+            models = ctx.make_models(version.delta.blocks, lambda block: _sample(block, version.state))
         with ThreadPoolExecutor(self._threads, "delta-sync-encode") as pool:
-            encoded = list(pool.map(encode, version.delta.blocks))
+            encoded = list(pool.map(lambda block: _encode(block, version.state, models), version.delta.blocks))
         ready = time.perf_counter()
         with self._turn:
             before = _tip(self._writer)
@@ -68,14 +77,27 @@ class Encoder:
         )
 
 
-def encode(block: BlockDelta) -> EncodedBlock:
+def _sample(block: BlockDelta, state: FrozenState) -> ctx.Sample:
+    return ctx.Sample(block.spec, block.start, _old(block, state), block.changes, split_dim(block.spec))
+
+
+def _old(block: BlockDelta, state: FrozenState) -> Bits:
+    """The bits uW[count] of a block before it changed."""
+    bits = state.read_block(block.spec, block.start, block.count)
+    block.changes.undo(bits)
+    return bits
+
+
+def _encode(block: BlockDelta, state: FrozenState, models: Mapping[str, CtxModel]) -> EncodedBlock:
     """The smallest encoding of a block's changes."""
     spec, count, current = block.spec, block.count, block.current
+    model = models.get(spec.dtype)
+    context = Context(model, _old(block, state), split_dim(spec)) if model is not None else None
     if current is not None:
-        return encode_block(spec, block.changes, block.start, count, current)
+        return encode_block(spec, block.changes, block.start, count, current, context)
     # The snapshot has moved on, so the block's elements of this version are gone; only the dense codec would need them.
     absent = np.broadcast_to(np.zeros(1, dtypes.by_name(spec.dtype).bits), count)
-    encoded = encode_block(spec, block.changes, block.start, count, absent)
+    encoded = encode_block(spec, block.changes, block.start, count, absent, context)
     assert encoded.codec != DENSE, f"{spec.name}: {encoded.changed} of {count} elements became a dense block"
     return encoded
 

@@ -63,6 +63,17 @@ class FrozenState:
         else:
             self.lost = True
 
+    def read_block(self, spec: TensorSpec, start: int, count: int) -> source.Bits:
+        """The same of elements start … start+count−1, a block of `split_blocks`."""
+        with self._moving:
+            bits = self._bits[spec.name][start : start + count].copy()
+            later = [by_name.get(spec.name, []) for _, by_name in self._later]
+        for blocks in reversed(later):
+            for block in blocks:
+                if block.start == start:
+                    block.changes.undo(bits)
+        return bits
+
     def read(self, spec: TensorSpec) -> source.Bits:
         """A copy of the bits uW[numel] of a tensor as they were."""
         with self._moving:

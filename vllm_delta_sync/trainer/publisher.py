@@ -48,6 +48,7 @@ class Publisher:
         threads: int,
         folds: FoldSchedule | None,
         anchors: AnchorPolicy | None,
+        ctx: bool,
     ) -> None:
         self._writer = at.writer
         self._snapshot = at.snapshot
@@ -55,7 +56,7 @@ class Publisher:
         self._version = at.writer.tip.version  # the last one given out
         turn = threading.Lock()
         self._folder = _folder(at, turn, folds, anchors, threads)
-        self._pipeline = Pipeline(Encoder(at.writer, threads, turn, self._folder).write, max_in_flight)
+        self._pipeline = Pipeline(Encoder(at.writer, threads, turn, self._folder, ctx).write, max_in_flight)
         self._calls = threading.RLock()
         self._closed: DeltaSyncError | None = None
 
@@ -74,6 +75,7 @@ class Publisher:
         threads: int | None = None,
         folds: FoldSchedule | None = FOLDS,
         anchors: AnchorPolicy | None = ANCHORS,
+        ctx: bool = False,
     ) -> Publisher:
         """Begin a run with `base` as version 0, or continue the current one.
 
@@ -94,6 +96,8 @@ class Publisher:
             threads: for comparing and encoding; at most 8 by default.
             folds: which folds to write behind the versions, so that whoever is behind catches up cheaply; None: none.
             anchors: when to write a full checkpoint behind them, for whoever comes late or comes back; None: never.
+            ctx: whether blocks are coded against the values before, which halves them. Servers need ranks that split
+                a tensor into 2, 4, 8 or 16 parts, or not at all.
 
         Raises:
             ConfigError: an argument is out of range, or the base cannot be read.
@@ -113,7 +117,9 @@ class Publisher:
                 pass  # a first start, or one that ended before version 0 was complete
             else:
                 continued = lineage.continue_run(log, base, dtype, workers)
-                return cls(continued, max_in_flight=max_in_flight, threads=workers, folds=folds, anchors=anchors)
+                return cls(
+                    continued, max_in_flight=max_in_flight, threads=workers, folds=folds, anchors=anchors, ctx=ctx
+                )
         if base is None:
             raise ConfigError(f"{store.uri} holds no run to resume; give base= to begin one")
         begun = lineage.begin_run(store, lineage.read_base(base, dtype, model_id, revision), anchor, workers)
@@ -124,7 +130,7 @@ class Publisher:
                 store.uri,
                 begun.writer.log.run,
             )
-        return cls(begun, max_in_flight=max_in_flight, threads=workers, folds=folds, anchors=anchors)
+        return cls(begun, max_in_flight=max_in_flight, threads=workers, folds=folds, anchors=anchors, ctx=ctx)
 
     @property
     def run(self) -> str:
@@ -219,7 +225,7 @@ class Publisher:
         version: InFlight | None = None
         try:
             delta = self._snapshot.advance(pairs)
-            version = InFlight(before + 1, step, texts, delta)
+            version = InFlight(before + 1, step, texts, delta, self._snapshot.at_present())
             self._version = version.version
             self._pipeline.submit(version)
             return version

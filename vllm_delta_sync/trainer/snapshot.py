@@ -11,6 +11,8 @@ from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
+from types import MappingProxyType
+from weakref import WeakSet
 
 import numpy as np
 import torch
@@ -77,7 +79,7 @@ class Snapshot:
         self._threads = threads
         self._scratch = source.Scratch()
         self._moving = threading.Lock()  # held while bits and lanes change, for `freeze` may be called from elsewhere
-        self._frozen: list[FrozenState] = []
+        self._frozen: WeakSet[FrozenState] = WeakSet()
         with ThreadPoolExecutor(threads, "delta-sync-hash") as pool:
             lanes = pool.map(lambda name: state_hash.of_tensor(self._specs[name], self._bits[name]), self._bits)
             self._lanes = dict(zip(self._specs.values(), lanes, strict=True))
@@ -203,14 +205,19 @@ class Snapshot:
         Args:
             files: configuration, tokenizer and the like that belong to the model, by file name.
         """
-        with self._moving:
-            frozen = FrozenState(self._bits, self._lanes, self._moving, files)
-            self._frozen.append(frozen)
+        frozen = self.at_present(files)
         try:
             yield frozen
         finally:
             with self._moving:
-                self._frozen.remove(frozen)
+                self._frozen.discard(frozen)
+
+    def at_present(self, files: Mapping[str, bytes] = MappingProxyType({})) -> FrozenState:
+        """The same, for as long as somebody has it."""
+        with self._moving:
+            frozen = FrozenState(self._bits, self._lanes, self._moving, files)
+            self._frozen.add(frozen)
+            return frozen
 
     def _restore(self, blocks: Iterable[BlockDelta]) -> None:
         for block in blocks:

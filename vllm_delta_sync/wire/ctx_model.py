@@ -5,17 +5,13 @@ Does not code anything, and does not read blocks: it is given counts.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import itertools
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-TOTAL = 1 << 12  # what the frequencies of a class add up to
-MAX_CLASSES = 16
-CONTEXTS = 256
-GAP_END, GAP_ESCAPE, GAP_SYMBOLS = 72, 73, 74
-STEP_ESCAPE, STEP_SYMBOLS = 248, 249
+from vllm_delta_sync.native.ctx_types import CONTEXTS, MAX_CLASSES, TOTAL
 
 Counts = npt.NDArray[Any]
 
@@ -36,7 +32,7 @@ def classes(members: Counts, steps: Counts, toll: float) -> npt.NDArray[np.uint8
         for a, b in zip(first, last, strict=True)
     ]
     costs = [_bits(*group) for group in groups]
-    merged = [_joined(a, b) for a, b in zip(groups, groups[1:], strict=False)]
+    merged = [_joined(a, b) for a, b in itertools.pairwise(groups)]
     gains = [_bits(*both) - costs[i] - costs[i + 1] for i, both in enumerate(merged)]
     while gains:
         at = int(np.argmin(gains))

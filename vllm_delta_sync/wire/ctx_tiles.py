@@ -6,50 +6,17 @@ Pure arithmetic on shapes; does not touch elements. docs/protocol.md, *ctx*, is 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass
-from functools import cached_property
+from functools import lru_cache
 
 import numpy as np
-import numpy.typing as npt
 
 from vllm_delta_sync.errors import MalformedObject
+from vllm_delta_sync.native import CtxGrid
+from vllm_delta_sync.native.ctx_types import TILE_ELEMENTS
 
-TILE_ELEMENTS = 1 << 18  # of a tile at most
 MAX_TILES = 1 << 12  # of a block
 BANDS = 16  # into which a dimension is cut
 PADDING = 64  # to a multiple of which vLLM pads a vocabulary before it splits it
-
-
-@dataclass(frozen=True, eq=False)
-class Grid:
-    """A block as rows of elements, cut into strips of columns; each strip is cut into tiles of whole rows.
-
-    Tiles are counted strip by strip, and down each strip.
-    """
-
-    rows: int
-    row_length: int  # elements
-    strips: npt.NDArray[np.int64]  # [S, 2]: first column, columns; they cover a row in order
-
-    @cached_property
-    def tile_rows(self) -> npt.NDArray[np.int64]:
-        """Rows of each strip's tiles but the last, i64[S]."""
-        return np.asarray(np.maximum(1, TILE_ELEMENTS // self.strips[:, 1]))
-
-    @cached_property
-    def tiles(self) -> int:
-        """How many there are."""
-        return int((-(-self.rows // self.tile_rows)).sum())
-
-    def boxes(self) -> npt.NDArray[np.int64]:
-        """Each tile's first row, rows, first column and columns, i64[T, 4]."""
-        found = [
-            (row, min(height, self.rows - row), column, columns)
-            for (column, columns), height in zip(self.strips.tolist(), self.tile_rows.tolist(), strict=True)
-            for row in range(0, self.rows, height)
-        ]
-        return np.array(found, np.int64).reshape(-1, 4)
 
 
 def band_of(size: int) -> int:
@@ -58,8 +25,9 @@ def band_of(size: int) -> int:
     return max(1, padded // BANDS)
 
 
-def grid(shape: Sequence[int], start: int, count: int, dim: int, band: int) -> Grid:
-    """The tiles of elements start … start+count−1 of a tensor whose dimension `dim` is cut into bands of `band` indices.
+@lru_cache(maxsize=1 << 14)  # a model's blocks are the same in every version
+def grid(shape: tuple[int, ...], start: int, count: int, dim: int, band: int) -> CtxGrid:
+    """The tiles of elements start … start+count−1 of a tensor cut into bands of `band` indices of dimension `dim`.
 
     Raises MalformedObject when there is no such dimension, the block is neither inside one of the rows that consist of
     this and the later dimensions nor made of whole ones, or there are too many tiles.
@@ -74,15 +42,15 @@ def grid(shape: Sequence[int], start: int, count: int, dim: int, band: int) -> G
         rows = count // length
     else:
         raise MalformedObject(f"a block of {count} elements at {start} is not rows of {length}")
-    last = first + count // rows
-    low = np.arange(first // width, -(-last // width), dtype=np.int64) if last - first <= width * MAX_TILES else None
-    if low is None:
-        raise MalformedObject(f"a block of {count} elements in bands of {width}: more than {MAX_TILES} tiles")
-    edges = np.unique(np.concatenate([np.clip(low * width, first, last), [last]]))
-    pieces = [np.arange(a, b, TILE_ELEMENTS) for a, b in zip(edges[:-1].tolist(), edges[1:].tolist(), strict=True)]
-    begins = np.concatenate(pieces)
-    strips = np.stack([begins - first, np.diff(begins, append=last)], axis=1)
-    cut = Grid(rows, count // rows, np.ascontiguousarray(strips, np.int64))
+    columns = count // rows
+    if columns > width * MAX_TILES:
+        raise MalformedObject(f"a block of {count} elements in bands of {width} has more than {MAX_TILES} tiles")
+    strips, at = [], first
+    while at < first + columns:
+        end = min(at + TILE_ELEMENTS, at - at % width + width, first + columns)
+        strips.append((at - first, end - at))
+        at = end
+    cut = CtxGrid(rows, columns, np.array(strips, np.int64))
     if cut.tiles > MAX_TILES:
         raise MalformedObject(f"a block of {count} elements is cut into {cut.tiles} tiles, more than {MAX_TILES}")
     return cut

@@ -49,7 +49,7 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> Pair:
 
 
 def test_the_adaptive_row_is_what_a_publisher_uploads(pair: Pair, tmp_path: Path) -> None:
-    with Publisher.open(tmp_path / "bucket", base=pair[0], folds=None, anchors=None) as publisher:
+    with Publisher.open(tmp_path / "bucket", base=pair[0], folds=None, anchors=None, ctx=True) as publisher:
         published = publisher.publish(peers.as_tensors(read(*pair)[1])).outcome.result(30)
     uploaded = [path for path in (tmp_path / "bucket").rglob("*/versions/*1/*") if path.is_file()]
     found = wire.measure(*pair)
@@ -74,9 +74,10 @@ def test_a_coding_writes_only_its_own_codec(pair: Pair) -> None:
     for name in ("gap-abs", "dense"):
         blocks = [block for update in codings.updates(before, after, codings.CODINGS[name]) for block in update.blocks]
         assert {codec_rules.NAMES[encoded.codec] for _, _, encoded in blocks} == {name}
-    steps = {update.spec.name: update.blocks for update in codings.updates(before, after, codings.CODINGS["gap"])}
-    codecs = {name: codec_rules.NAMES[blocks[0][2].codec] for name, blocks in steps.items()}
-    assert codecs == {"embed": "gap", "norm": "gap-abs", "up": "gap"}
+    for name in ("gap", "ctx"):  # are of half floats only
+        found = {update.spec.name: update.blocks for update in codings.updates(before, after, codings.CODINGS[name])}
+        codecs = {tensor: codec_rules.NAMES[blocks[0][2].codec] for tensor, blocks in found.items()}
+        assert codecs == {"embed": name, "norm": "gap-abs", "up": name}
 
 
 def test_the_bytes_of_a_payload_grow_with_the_blocks(pair: Pair) -> None:
@@ -105,7 +106,7 @@ def test_json_of_wire(pair: Pair) -> None:
     assert found["entropy"].keys() == {"iid", "conditional"}
     assert all(row.keys() == {"name", "bytes", "bytes_per_change"} for row in found["rows"])
     names = {row["name"] for row in found["rows"]}
-    assert names >= {"gap", "dense", "adaptive", "arc_v3", "xor_zstd", "int32_bf16"}
+    assert names >= {"ctx", "gap", "dense", "adaptive", "arc_v3", "xor_zstd", "int32_bf16"}
 
 
 def test_a_missing_package_is_told_in_its_row(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
