@@ -1,4 +1,4 @@
-"""A store that lets a test act just before a write, and that may lack conditional writes as a Hub bucket does.
+"""A store that lets a test act just before a write, and that may be as a Hub bucket: metered, no conditional writes.
 
 Holds no assertions.
 """
@@ -14,18 +14,15 @@ from vllm_delta_sync.wire.frames import Buffer
 class HookedStore:
     """Passes everything on. `before` (suffix of a key → action) is called, once each, before such a key is put."""
 
-    def __init__(self, inner: Store, *, conditional: bool = True) -> None:
+    def __init__(self, inner: Store, *, conditional: bool = True, metered: bool = False) -> None:
         self.inner = inner
         self.conditional = conditional
+        self.metered = metered
         self.before: dict[str, Callable[[], object]] = {}
 
     @property
     def uri(self) -> str:
         return self.inner.uri
-
-    @property
-    def metered(self) -> bool:
-        return self.inner.metered
 
     def put(self, key: str, data: Buffer, *, create: bool = False, over: str | None = None) -> ObjectInfo:
         for suffix in [suffix for suffix in self.before if key.endswith(suffix)]:

@@ -1,13 +1,15 @@
-"""Follows a log with many followers that fetch and verify, each on its own: `follow.py URI FOLLOWERS`.
+"""Follows a log with many followers that fetch and verify, each a process: `follow.py URI FOLLOWERS`.
 
-Each polls every five seconds, ± 20 %. Stops when standard input ends, after one last look. Holds no assertions: prints
-one JSON object: `versions` that each is at, `fetched` bytes of each, `failures`, and `grown`, the bytes by which the
-most memory that the process ever had exceeds what it had before they began.
+Each polls every five seconds, ± 20 %. Stops when standard input ends, after one last look. Holds no assertions: each
+prints one JSON object on a line: `version` that it is at, `fetched` bytes, `failures`, and `grown`, the bytes by which
+the most memory that it ever had exceeds what it had before it began.
 """
 
 from __future__ import annotations
 
+import importlib
 import json
+import os
 import random
 import resource
 import sys
@@ -23,7 +25,7 @@ POLL_S, JITTER = 5.0, 0.2
 
 @dataclass
 class Follower:
-    """One follower and its thread."""
+    """One follower."""
 
     uri: str
     stop: threading.Event
@@ -51,26 +53,43 @@ def peak_bytes() -> int:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
-def main() -> None:
-    uri, count = sys.argv[1], int(sys.argv[2])
-    stop = threading.Event()
-    followers = [Follower(uri, stop) for _ in range(count)]
+def follow(uri: str) -> None:
+    """Be one follower until standard input ends, which all processes share and nobody writes to."""
+    random.seed()
     before = peak_bytes()
-    threads = [threading.Thread(target=follower.run) for follower in followers]
-    for thread in threads:
-        thread.start()
-    sys.stdin.read()
+    stop = threading.Event()
+    follower = Follower(uri, stop)
+    thread = threading.Thread(target=follower.run)
+    thread.start()
+    os.read(sys.stdin.fileno(), 1)
     stop.set()
-    for thread in threads:
-        thread.join()
-    tails = [follower.tail for follower in followers if follower.tail is not None]
+    thread.join()
+    tail = follower.tail
     found = {
-        "versions": [tail.version for tail in tails],
-        "fetched": [tail.fetched for tail in tails],
-        "failures": [failure for follower in followers for failure in follower.failures],
+        "version": None if tail is None else tail.version,
+        "fetched": 0 if tail is None else tail.fetched,
+        "failures": follower.failures,
         "grown": peak_bytes() - before,
     }
-    print(json.dumps(found), flush=True)
+    os.write(sys.stdout.fileno(), json.dumps(found).encode() + b"\n")
+
+
+def main() -> None:
+    uri, count = sys.argv[1], int(sys.argv[2])
+    # What a follower imports is imported once, before the processes part: it holds no connection, thread or token yet.
+    for module in ("hf_xet", "huggingface_hub.utils", "vllm_delta_sync.store.hf"):
+        importlib.import_module(module)
+    children = []
+    for _ in range(count):
+        child = os.fork()
+        if child == 0:
+            try:
+                follow(uri)
+            finally:
+                os._exit(0)
+        children.append(child)
+    for child in children:
+        os.waitpid(child, 0)
 
 
 if __name__ == "__main__":

@@ -10,7 +10,7 @@ from collections.abc import Callable
 import pytest
 
 from vllm_delta_sync.errors import AlreadyExists, MalformedObject, NotFound, PreconditionFailed
-from vllm_delta_sync.store import Store
+from vllm_delta_sync.store import Store, together
 from vllm_delta_sync.store.protocol import Content, Dated
 
 PART = 8 << 20  # bytes beyond which some stores send an object in parts
@@ -43,6 +43,17 @@ def test_a_large_object_is_read_back_whole_and_in_parts(store: Store) -> None:
     assert told.size == store.head("large").size == len(data)
     assert store.get("large") == data
     assert store.get("large", PART - 5, PART + 5) == data[PART - 5 : PART + 5]
+
+
+def test_what_is_put_together_is_there_at_the_end_and_told_at_once(store: Store) -> None:
+    wanted = {f"v/{number}": bytes([number]) * 1000 for number in range(3)}
+    with together(store) as batch:
+        told = {key: batch.put(key, data) for key, data in wanted.items()}
+    assert {key: store.get(key) for key in store.list("v/")} == wanted
+    for key, info in told.items():
+        assert store.head(key) == info
+        content = None if info.content is None else Content(info.content, info.size)
+        assert store.get(key, content=content) == wanted[key]
 
 
 def test_put_takes_any_buffer(store: Store) -> None:

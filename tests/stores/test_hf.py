@@ -250,6 +250,48 @@ def test_a_batch_of_which_a_part_is_lost_is_a_failure_that_names_what_is_left(hu
     assert list(store.list()) == ["b"]
 
 
+def test_objects_that_are_put_together_take_one_request(hub: HubProcess) -> None:
+    store = bucket()
+    store.put("first", b"")
+    hub.control(forget_counts=True)
+    with store.batch() as batch:
+        for name in "abc":
+            batch.put(name, name.encode())
+    assert (hub.counts()["api"], hub.counts()["batch"], hub.counts().get("resolver", 0)) == (1, 1, 0)
+    assert [*store.list()] == ["a", "b", "c", "first"]
+
+
+def test_of_a_batch_that_is_given_up_nothing_is_named_and_of_one_that_fails_it_is_said_what(hub: HubProcess) -> None:
+    store = bucket()
+    with pytest.raises(KeyError), store.batch() as batch:
+        batch.put("a", b"a")
+        raise KeyError
+    assert [*store.list()] == []
+    hub.fault("lose", "batch", path="b")
+    with pytest.raises(Unavailable, match="did not take b: Internal error"), store.batch() as batch:
+        batch.put("a", b"a")
+        batch.put("b", b"b")
+
+
+def test_the_first_batch_creates_the_bucket(hub: HubProcess) -> None:
+    store = bucket()
+    with store.batch() as batch:
+        batch.put("a", b"a")
+    assert store.get("a") == b"a"
+
+
+def test_a_list_that_breaks_off_is_not_taken_for_a_whole_one(hub: HubProcess) -> None:
+    store = bucket()
+    with store.batch() as batch:
+        for number in range(7):  # pages of three
+            batch.put(f"v/{number}", b"x")
+    hub.fault("status", "tree_prefix", status=404, skip=1)
+    with pytest.raises(Unavailable, match="broke off"):
+        store.list("v/")
+    hub.heal()
+    assert len([*store.list("v/")]) == 7
+
+
 def test_the_feed_tells_of_the_one_object_and_ends_when_told(hub: HubProcess) -> None:
     store = bucket()
     store.put("LATEST", b"0")

@@ -13,7 +13,7 @@ from tiny_training import logged, state_of
 from tests.hub.process import WRITER, HubProcess
 from vllm_delta_sync.config import HfStoreConfig
 from vllm_delta_sync.errors import DeltaSyncError, PublishError, RivalWriter
-from vllm_delta_sync.log import DeltaLog, LogWriter
+from vllm_delta_sync.log import DeltaLog, FoldSchedule, LogWriter
 from vllm_delta_sync.log.replica import Replica
 from vllm_delta_sync.log.tail import Tail, TipWatch
 from vllm_delta_sync.log.verify import verify
@@ -198,7 +198,7 @@ def test_requests_to_the_hub_are_as_few_as_operations_says(hub: HubProcess, buck
             publisher.publish(weights)
             publisher.wait()
         counts = hub.counts()
-        assert (counts["api"] - counts.get("token", 0), counts["resolver"]) == (4 * versions, 4 * versions)
+        assert (counts["api"] - counts.get("token", 0), counts["resolver"]) == (3 * versions, 2 * versions)
         tail = Tail(DeltaLog.open(open_store(bucket.uri)))
         tail.look()
         weights["w"][:100] = 2
@@ -209,3 +209,21 @@ def test_requests_to_the_hub_are_as_few_as_operations_says(hub: HubProcess, buck
         assert tail.look() == []
         counts = hub.counts()
         assert (counts.get("api", 0) - counts.get("token", 0), counts["resolver"]) == (0, 2), "one for each look"
+
+
+def test_folds_add_one_request_to_every_second_version(hub: HubProcess, bucket: Store) -> None:
+    versions, weights = 8, {"w": torch.zeros(1000)}
+    with Publisher.open(bucket, weights, anchor="always", folds=FoldSchedule(reach=0)) as publisher:
+        hub.control(forget_counts=True)
+        for version in range(versions):
+            weights["w"][version] = 1
+            publisher.publish(weights)
+            publisher.wait()
+    counts = hub.counts()
+    # With the last catalog, which no version takes along.
+    assert counts["api"] - counts["token"] == 3 * versions + versions // 2 + 1
+    log = DeltaLog.open(bucket)
+    assert {(fold.source, fold.to) for fold in log.catalog().folds} == {
+        (to - length, to) for to in range(1, 9) for length in FoldSchedule(reach=0).lengths(to)
+    }
+    assert not verify(log).faults

@@ -19,6 +19,7 @@ from vllm_delta_sync.config import HfStoreConfig
 from vllm_delta_sync.log import DeltaLog
 from vllm_delta_sync.log.cache import NodeCache
 from vllm_delta_sync.log.pinning import pin
+from vllm_delta_sync.serving import follower as following
 from vllm_delta_sync.serving import messages as msg
 from vllm_delta_sync.serving.follower import Follower
 from vllm_delta_sync.store import Store, open_store
@@ -153,7 +154,10 @@ def test_a_cache_without_room_is_named_and_costs_no_version(hub: HubProcess, tmp
         training.publisher.close()
 
 
-def test_the_hub_tells_a_server_of_a_version_long_before_it_would_look(training: Training) -> None:
+def test_the_hub_tells_a_server_of_a_version_long_before_it_would_look(
+    training: Training, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(following, "FEED_SPREAD_S", 0.0)  # it begins to listen at once
     told: queue.Queue[msg.Message] = queue.Queue()
     store = open_store(training.bucket.uri)
     follower = Follower(lambda: DeltaLog.open(store), told.put, 3600.0, deadline_s=30.0)

@@ -9,15 +9,15 @@ import hashlib
 import tempfile
 import uuid
 from collections.abc import Iterable, Mapping
-from contextlib import suppress
 from pathlib import Path
 from typing import Protocol
 
 import numpy as np
 
-from vllm_delta_sync.errors import ConfigError, DeltaSyncError, StateHashMismatch
+from vllm_delta_sync.errors import ConfigError, StateHashMismatch
 from vllm_delta_sync.log import anchors, names
 from vllm_delta_sync.log.base import Base
+from vllm_delta_sync.log.discarding import discarding
 from vllm_delta_sync.log.layers import End
 from vllm_delta_sync.log.materialize import reconstructed
 from vllm_delta_sync.log.progress import Progress, silent
@@ -90,7 +90,7 @@ def put(
             raise StateHashMismatch(f"tensor {spec.name!r} is not in the state of version {end.version}; no anchor")
         return bits
 
-    try:
+    with discarding(log.store, [*keys.values(), states]):
         if state_hash.state_root(checkpoint.lanes) != end.state_root:
             raise StateHashMismatch(f"the checkpoint is not in the state of version {end.version}; no anchor")
         found = []
@@ -105,10 +105,6 @@ def put(
                 found.append(anchors.write_file(log.store, keys[name], path))
                 path.unlink()
         table = _put_states(log, states, checkpoint.lanes)
-    except BaseException:
-        with suppress(DeltaSyncError):
-            log.store.delete([*keys.values(), states])
-        raise
     progress("writing the checkpoint", len(keys), len(keys))
     return _anchor(end, prefix, found, table)
 
@@ -171,7 +167,7 @@ def _put_states(log: DeltaLog, key: str, lanes: Mapping[TensorSpec, Lanes]) -> F
     specs = tuple(sorted(lanes, key=lambda spec: spec.name.encode()))
     hashes = np.array([lanes[spec] for spec in specs], np.uint32).reshape(-1, 4)
     data = VersionTable(specs, hashes, ()).to_bytes()
-    info = log.store.put(key, data, create=True)
+    info = log.store.put(key, data)
     return Found(key=key, sha256=hashlib.sha256(data).hexdigest(), size=len(data), content=info.content)
 
 

@@ -43,7 +43,7 @@ def write_file(store: Store, key: str, path: Path) -> AnchorFile:
         # Mapped, so that a file of many gigabytes is hashed and written without being held in memory.
         data = memoryview(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) if size else b"")
         digest = hashlib.sha256(data).hexdigest()
-        info = store.put(key, data, create=True)
+        info = store.put(key, data)
     return AnchorFile(key=key, size=size, sha256=digest, content=info.content)
 
 

@@ -17,15 +17,19 @@ from typing import Protocol
 from vllm_delta_sync.errors import BaseNeeded, DeltaSyncError, VersionGap
 from vllm_delta_sync.log import anchoring, folding
 from vllm_delta_sync.log.anchoring import Checkpoint
+from vllm_delta_sync.log.discarding import discarding
 from vllm_delta_sync.log.layers import End, Layer
 from vllm_delta_sync.log.schedule import AnchorPolicy, FoldSchedule, prune, with_folds
 from vllm_delta_sync.log.shelf import MEMORY_BYTES, Shelf
 from vllm_delta_sync.log.writer import LogWriter
+from vllm_delta_sync.store import Batch, together
 from vllm_delta_sync.wire.catalog import Anchor, Catalog, Fold
 
 logger = logging.getLogger(__name__)
 
 _MOST_WAITING = 128  # versions; beyond, folding is slower than publishing, and the oldest get no folds
+PATIENCE_S = 15.0
+"""Seconds for which a catalog waits for the next version to be named with it, where every request counts."""
 
 
 class Frozen(Checkpoint, Protocol):
@@ -51,11 +55,19 @@ class Anchorage:
     freeze: Callable[[], AbstractContextManager[Frozen]]  # the publisher's state now
 
 
+@dataclass(frozen=True, slots=True)
+class _Bin:
+    """Where shards of folds go, and the names of those that went there."""
+
+    batch: Batch
+    keys: list[str]
+
+
 class Folder:
     """The thread that folds. Its methods return at once, except `close`.
 
     Args:
-        writer: the publisher's; only `put_catalog` is called here, while `turn` is held.
+        writer: the publisher's; only what has to do with catalogs is called here, while `turn` is held.
         turn: held while anybody writes through the writer, which only one thread may do at a time.
         threads: tensors composed at a time.
         memory_bytes: of recent layers kept, so that they are not read back from the store.
@@ -113,41 +125,69 @@ class Folder:
                 logger.warning("no folds to version %d of %s: %s", version, self._writer.log.store.uri, error)
             except Exception:  # the one loop of this thread: whatever it is, publishing goes on without these folds
                 logger.exception("no folds to version %d of %s", version, self._writer.log.store.uri)
+        self._name()
 
     def _next(self) -> tuple[int, Layer | None] | None:
+        """What was published next; None at the end. While nothing is, a catalog that has waited enough is named."""
+        while not self._wait(PATIENCE_S if self._writer.offered else None):
+            self._name()
         with self._changed:
-            self._changed.wait_for(lambda: self._stopping or bool(self._waiting))
             while len(self._waiting) > _MOST_WAITING:
                 late, _ = self._waiting.popleft()
                 logger.warning("folding is slower than publishing: version %d gets no folds", late)
             return self._waiting.popleft() if self._waiting else None
 
+    def _wait(self, seconds: float | None) -> bool:
+        with self._changed:
+            return self._changed.wait_for(lambda: self._stopping or bool(self._waiting), seconds)
+
+    def _name(self) -> None:
+        """Let LATEST name the catalog that no version took along, if there is one."""
+        try:
+            with self._turn:
+                self._writer.put_offered()
+        except DeltaSyncError as error:
+            logger.warning("the newest folds and anchors of %s wait: %s", self._writer.log.store.uri, error)
+
     def _after(self, version: int) -> None:
         """Write what is due at a version, and the catalog with it."""
         self._shelf.see(self._writer.pointer)
+        store = self._writer.log.store
         folds: list[Fold] = []
         anchors: list[Anchor] = []
-        if self._schedule is not None:
-            with self._changed:
-                waiting = [later for later, _ in self._waiting]
-            for length in self._schedule.lengths(version, waiting):
-                folds += self._fold(version - length, version)
-        if self._anchorage is not None and version % self._anchorage.policy.every == 0:
-            self._look(self._anchorage, version, folds, anchors)
-        if not folds and not anchors:
-            return
+        keys: list[str] = []
 
         def change(catalog: Catalog) -> Catalog:
             found = anchoring.with_anchors(with_folds(catalog, folds), anchors)
             return prune(found, version, self._writer.pointer.pin)
 
+        draft = None
+        with discarding(store, keys), together(store) as batch:
+            self._compose(version, _Bin(batch, keys), folds, anchors)
+            if not folds and not anchors:
+                return
+            if store.metered:  # with the folds in one request, and later with a version in another
+                with self._turn:
+                    draft = self._writer.draft_catalog(change, batch)
         with self._turn:
-            self._writer.put_catalog(change)
+            if draft is None:
+                self._writer.put_catalog(change)
+            else:
+                self._writer.offer_catalog(draft)
 
-    def _fold(self, source: int, to: int) -> list[Fold]:
+    def _compose(self, version: int, into: _Bin, folds: list[Fold], anchors: list[Anchor]) -> None:
+        if self._schedule is not None:
+            with self._changed:
+                waiting = [later for later, _ in self._waiting]
+            for length in self._schedule.lengths(version, waiting):
+                folds += self._fold(version - length, version, into)
+        if self._anchorage is not None and version % self._anchorage.policy.every == 0:
+            self._look(self._anchorage, version, into, folds, anchors)
+
+    def _fold(self, source: int, to: int, into: _Bin) -> list[Fold]:
         try:
             layer = self._shelf.layer(source, to)
-            fold = folding.put(self._writer.log, layer, self._writer.tip.totals)
+            fold = folding.put(into.batch, self._writer.log.run, layer, self._writer.tip.totals, into.keys)
         except (BaseNeeded, VersionGap) as error:  # not to be had from what changes tell, or from what gc left
             logger.info("no fold from version %d to %d: %s", source, to, error)
             return []
@@ -157,7 +197,7 @@ class Folder:
         self._shelf.add(layer)
         return [fold]
 
-    def _look(self, anchorage: Anchorage, version: int, folds: list[Fold], anchors: list[Anchor]) -> None:
+    def _look(self, anchorage: Anchorage, version: int, into: _Bin, folds: list[Fold], anchors: list[Anchor]) -> None:
         """Add the fold from the last anchor (or the base) to `folds`, or an anchor to `anchors` where that is due."""
         origin = max((known.version for known in self._shelf.anchors() if known.version < version), default=0)
         try:
@@ -167,7 +207,7 @@ class Folder:
             folded = None
         if not anchorage.policy.due(folded, anchorage.full_bytes):
             if all((fold.source, fold.to) != (origin, version) for fold in folds):
-                folds += self._fold(origin, version)
+                folds += self._fold(origin, version, into)
             return
         try:
             with anchorage.freeze() as frozen:

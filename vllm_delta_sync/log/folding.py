@@ -7,18 +7,19 @@ from __future__ import annotations
 
 import logging
 import uuid
-from contextlib import suppress
 
-from vllm_delta_sync.errors import BaseNeeded, DeltaSyncError, VersionGap
+from vllm_delta_sync.errors import BaseNeeded, VersionGap
 from vllm_delta_sync.log import layers, names, payload
 from vllm_delta_sync.log.amend import amend
 from vllm_delta_sync.log.base import Base
+from vllm_delta_sync.log.discarding import discarding
 from vllm_delta_sync.log.layers import Layer
 from vllm_delta_sync.log.packing import pack
 from vllm_delta_sync.log.progress import Progress, silent
 from vllm_delta_sync.log.reader import DeltaLog
 from vllm_delta_sync.log.schedule import NEAR, FoldSchedule, prune, with_folds
 from vllm_delta_sync.log.shelf import Shelf
+from vllm_delta_sync.store import Batch, together
 from vllm_delta_sync.wire import shard
 from vllm_delta_sync.wire.catalog import Fold
 from vllm_delta_sync.wire.manifest import Totals
@@ -27,22 +28,21 @@ from vllm_delta_sync.wire.shard import Ends
 logger = logging.getLogger(__name__)
 
 
-def put(log: DeltaLog, layer: Layer, model: Totals, *, shard_bytes: int = shard.TARGET_BYTES) -> Fold:
-    """Write a layer's shards, durably; returns the fold for a catalog, which nothing names yet.
+def put(
+    batch: Batch, run: str, layer: Layer, model: Totals, keys: list[str], *, shard_bytes: int = shard.TARGET_BYTES
+) -> Fold:
+    """Put a layer's shards; returns the fold for a catalog, which nothing names yet.
 
     Args:
         model: the totals of any version: their tensors and elements are the whole model's.
+        keys: takes the names of what is put.
     """
     packed = pack(layer.updates(), shard_bytes)
     source, to = layer.source.version, layer.to.version
     payload.require_fits(packed, f"the fold from version {source} to {to}")
-    keys = names.shards(names.fold_prefix(source, to), uuid.uuid4().hex, len(packed.shards))
-    try:
-        written = payload.write(log.store, Ends(log.run, source, to), packed, keys)
-    except BaseException:
-        with suppress(DeltaSyncError):
-            log.store.delete(keys)
-        raise
+    own = names.shards(names.fold_prefix(source, to), uuid.uuid4().hex, len(packed.shards))
+    keys += own
+    written = payload.write(batch, Ends(run, source, to), packed, own)
     return Fold(
         source=source,
         to=to,
@@ -53,6 +53,12 @@ def put(log: DeltaLog, layer: Layer, model: Totals, *, shard_bytes: int = shard.
         shards=written.shards,
         totals=written.totals(model.tensors, model.elements),
     )
+
+
+def _put_alone(log: DeltaLog, layer: Layer, model: Totals) -> Fold:
+    keys: list[str] = []
+    with discarding(log.store, keys), together(log.store) as batch:
+        return put(batch, log.run, layer, model, keys)
 
 
 def write_fold(
@@ -84,7 +90,7 @@ def write_fold(
         old = log.materialize(source, base, progress=progress)
         layer = layers.between(*ends, old, log.materialize(to, base, progress=progress))
     progress("composing", 1, 1)
-    return put(log, layer, log.base(pointer).totals)
+    return _put_alone(log, layer, log.base(pointer).totals)
 
 
 def write_scheduled(
@@ -123,7 +129,7 @@ def write_scheduled(
             logger.warning("no fold from version %d to %d: %s", source, to, error)
             continue
         shelf.add(layer)
-        made.append(put(log, layer, totals))
+        made.append(_put_alone(log, layer, totals))
     progress("folding", len(wanted), len(wanted))
     if made:
         amend(log, lambda catalog, at: prune(with_folds(catalog, made), at.version, at.pin))

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from vllm_delta_sync.errors import MalformedObject, PublishError
 from vllm_delta_sync.log import fetch
 from vllm_delta_sync.log.packing import Packed
-from vllm_delta_sync.store import Store
+from vllm_delta_sync.store import Batch, Store
 from vllm_delta_sync.wire import consistency, shard
 from vllm_delta_sync.wire.frames import Buffer
 from vllm_delta_sync.wire.manifest import MAX_SHARDS, ShardRef, TableRef, Totals
@@ -41,13 +41,13 @@ def require_fits(packed: Packed, what: str) -> None:
         raise PublishError(f"{what} takes {len(packed.shards)} shards, at most {MAX_SHARDS} fit")
 
 
-def write(store: Store, ends: Ends, packed: Packed, keys: Sequence[str]) -> Written:
-    """Put the shards of a payload under `keys`, one for each, durably; raises what the store raises."""
+def write(batch: Batch, ends: Ends, packed: Packed, keys: Sequence[str]) -> Written:
+    """Put the shards of a payload under `keys`, one for each, which nothing has; raises what the store raises."""
     table = packed.table.to_bytes()
     refs: list[ShardRef] = []
     for number, (key, payloads) in enumerate(zip(keys, packed.shards, strict=True)):
         data, data_start = shard.pack_shard(ends, payloads, table if number == 0 else None)
-        info = store.put(key, data, create=True)
+        info = batch.put(key, data)
         sha256 = hashlib.sha256(data).hexdigest()
         refs.append(ShardRef(key=key, size=len(data), sha256=sha256, content=info.content, data_start=data_start))
     start = refs[0].data_start - len(table)

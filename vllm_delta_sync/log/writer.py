@@ -1,4 +1,4 @@
-"""Writing versions: shards, manifest, and only then LATEST; and catalogs, with LATEST after them.
+"""Writing versions: shards and manifest, and only then LATEST; and catalogs, with LATEST after them.
 
 Does not diff, encode or retry.
 """
@@ -6,20 +6,22 @@ Does not diff, encode or retry.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+import logging
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
 
 from vllm_delta_sync.errors import DeltaSyncError, LogError, MalformedObject, NotFound, RivalWriter, VersionGap
 from vllm_delta_sync.log import anchors, names, payload, pointer
+from vllm_delta_sync.log.discarding import discarding
+from vllm_delta_sync.log.draft import Change, Draft, drafted
 from vllm_delta_sync.log.packing import Packed, TensorUpdate, pack
 from vllm_delta_sync.log.pointer import Seen
 from vllm_delta_sync.log.reader import DeltaLog
 from vllm_delta_sync.log.rivals import Lookout, described
 from vllm_delta_sync.log.stamps import SYSTEM, Stamps
-from vllm_delta_sync.store import Store, child, open_store
+from vllm_delta_sync.store import Batch, Store, child, open_store, together
 from vllm_delta_sync.wire import manifest as wire
 from vllm_delta_sync.wire import shard, state_hash
 from vllm_delta_sync.wire.catalog import Catalog
@@ -27,6 +29,8 @@ from vllm_delta_sync.wire.shard import Ends
 from vllm_delta_sync.wire.state_hash import Lanes
 from vllm_delta_sync.wire.table import VersionTable
 from vllm_delta_sync.wire.tensors import TensorSpec
+
+logger = logging.getLogger(__name__)
 
 
 class LogWriter:
@@ -56,6 +60,8 @@ class LogWriter:
         self._catalogs = {at.catalog.sha256} if at.catalog else set()
         self._given_up: dict[str, int] = {}  # versions whose write of LATEST failed, by SHA-256; it may arrive late
         self._catalog: Catalog | None = None  # the last one that was read or written
+        self._catalog_at: wire.ObjectRef | None = None  # what leads to that
+        self._offered: Draft | None = None  # the catalog that LATEST is to name when it is written next
         self._lookout = Lookout(log)
         self._shard_bytes = shard_bytes
         self._stamps = stamps
@@ -91,25 +97,26 @@ class LogWriter:
         hashes = np.array([base_table[spec] for spec in specs], np.uint32).reshape(-1, 4)
         elements = sum(spec.numel for spec in specs)
         keys = names.shards(names.version_prefix(0), attempt, 1)
-        with _discarding(log.store, [*anchors.keys(0, anchor), *keys, names.manifest(0, attempt)]):
+        with discarding(log.store, [*anchors.keys(0, anchor), *keys, names.manifest(0, attempt)]):
             files = anchors.write(log.store, 0, anchor) if anchor else None
-            written = payload.write(log.store, Ends(run, 0, 0), Packed(VersionTable(specs, hashes, ()), ([],)), keys)
-            manifest = wire.Manifest(
-                run=run,
-                version=0,
-                kind="base",
-                parent=None,
-                created=stamps.now(),
-                step=step,
-                metadata=dict(metadata or {}),
-                base=base,
-                anchor=files,
-                totals=written.totals(len(specs), elements),
-                shards=written.shards,
-                table=written.table,
-                state_root=state_hash.state_root(base_table),
-            )
-            ref = _put_manifest(log.store, manifest, attempt)
+            with together(log.store) as batch:
+                written = payload.write(batch, Ends(run, 0, 0), Packed(VersionTable(specs, hashes, ()), ([],)), keys)
+                manifest = wire.Manifest(
+                    run=run,
+                    version=0,
+                    kind="base",
+                    parent=None,
+                    created=stamps.now(),
+                    step=step,
+                    metadata=dict(metadata or {}),
+                    base=base,
+                    anchor=files,
+                    totals=written.totals(len(specs), elements),
+                    shards=written.shards,
+                    table=written.table,
+                    state_root=state_hash.state_root(base_table),
+                )
+                ref = _put_manifest(batch, manifest, attempt)
         at = wire.LatestPointer(run=run, sequence=0, version=0, manifest=ref, base=ref)
         info = log.store.put(names.LATEST, at.to_bytes(), create=True)
         root.put(names.RUN, run.encode())
@@ -135,37 +142,40 @@ class LogWriter:
     ) -> wire.Manifest:
         """Write the version after the tip and make it the tip; without updates it is one in which nothing changed.
 
-        Raises RivalWriter when another publisher writes to this run, StoreError when the store fails, UnsettledWrite
-        when it fails so that only a writer that is attached anew can go on. The tip of this writer is then as before.
+        LATEST then names the catalog that was offered, too, or goes without one that would have to be made anew and
+        cannot be. Raises RivalWriter when another publisher writes to this run, StoreError when the store fails,
+        UnsettledWrite when it fails so that only a writer that is attached anew can go on. The tip of this writer is
+        then as before.
         """
         version, attempt = self.tip.version + 1, self._stamps.fresh()
         packed = pack(updates, self._shard_bytes)
         payload.require_fits(packed, f"version {version}")
         keys = names.shards(names.version_prefix(version), attempt, len(packed.shards))
         self._lookout.begin(version, attempt)
-        with _discarding(self.log.store, [*keys, names.manifest(version, attempt)]):
-            written = payload.write(self.log.store, Ends(self.log.run, version - 1, version), packed, keys)
-            manifest = wire.Manifest(
-                run=self.log.run,
-                version=version,
-                kind="delta",
-                parent=self._pointer.manifest,
-                created=self._stamps.now(),
-                step=step,
-                metadata=dict(metadata or {}),
-                base=None,
-                anchor=None,
-                totals=written.totals(self.tip.totals.tensors, self.tip.totals.elements),
-                shards=written.shards,
-                table=written.table,
-                state_root=state_root,
-            )
-            ref = _put_manifest(self.log.store, manifest, attempt)
+        with discarding(self.log.store, [*keys, names.manifest(version, attempt)]):
+            with together(self.log.store) as batch:
+                written = payload.write(batch, Ends(self.log.run, version - 1, version), packed, keys)
+                manifest = wire.Manifest(
+                    run=self.log.run,
+                    version=version,
+                    kind="delta",
+                    parent=self._pointer.manifest,
+                    created=self._stamps.now(),
+                    step=step,
+                    metadata=dict(metadata or {}),
+                    base=None,
+                    anchor=None,
+                    totals=written.totals(self.tip.totals.tensors, self.tip.totals.elements),
+                    shards=written.shards,
+                    table=written.table,
+                    state_root=state_root,
+                )
+                ref = _put_manifest(batch, manifest, attempt)
             seen = self._look()
             self._lookout.require_alone(self._pointer.manifest)  # takes a while, so `update` looks again
         self._manifests.add(ref.sha256)  # from here on LATEST may name it
         try:
-            self._update(lambda own: own.model_copy(update={"version": version, "manifest": ref}), seen)
+            self._update(lambda own: self._and_catalog(own, {"version": version, "manifest": ref}), seen)
         except BaseException:
             self._manifests.discard(ref.sha256)
             self._given_up[ref.sha256] = version
@@ -173,31 +183,75 @@ class LogWriter:
         self.tip = manifest
         return manifest
 
-    def put_catalog(self, change: Callable[[Catalog], Catalog]) -> Catalog:
-        """Make what `change` makes of the run's catalog its catalog; returns it.
+    def put_catalog(self, change: Change) -> Catalog:
+        """Make what `change` makes of the run's catalog its catalog, at once; returns it.
 
         `change` may be asked more than once: when somebody else (a pin, say) wrote another catalog meanwhile.
         Raises as `commit` does.
         """
-        made: list[Catalog] = []
+        self._look()
+        with together(self.log.store) as batch:
+            draft = self.draft_catalog(change, batch)
+        self.offer_catalog(draft)
+        self.put_offered()
+        return self._present_catalog(self._pointer)
 
-        def with_catalog(own: wire.LatestPointer) -> wire.LatestPointer:
-            made.append(change(self._present_catalog(own)))
-            ref = put_catalog_object(self.log.store, made[-1], own.sequence + 1, self._stamps)
-            self._catalogs.add(ref.sha256)
-            return own.model_copy(update={"catalog": ref})
+    def draft_catalog(self, change: Change, batch: Batch) -> Draft:
+        """Put, as part of a batch, what `change` makes of the catalog to come; to be offered when the batch has ended.
 
-        self._update(with_catalog, self._look())
-        self._catalog = made[-1]
-        return made[-1]
+        Raises what reading the present catalog raises, and what the store raises.
+        """
+        own, before = self._pointer, self._offered
+        catalog = change(self._present_catalog(own) if before is None else before.catalog)
+        ref = put_catalog_object(batch, catalog, own.sequence + 1, self._stamps)
+        if before is None:
+            return drafted(catalog, ref, (change,), own)
+        return before.then(catalog, ref, change, own.pin)
+
+    def offer_catalog(self, draft: Draft) -> None:
+        """Let LATEST name this catalog when it is written next, be it by `commit` or by `put_offered`."""
+        self._offered = draft
+
+    def put_offered(self) -> None:
+        """Let LATEST name the catalog that was offered, if one was, now. Raises as `commit` does."""
+        if self._offered is not None:
+            self._update(self._with_offered, self._look())
+
+    @property
+    def offered(self) -> bool:
+        """Whether a catalog waits for LATEST to name it."""
+        return self._offered is not None
+
+    def _with_offered(self, own: wire.LatestPointer) -> wire.LatestPointer:
+        draft = self._offered
+        if draft is None:
+            return own
+        if not draft.may_follow(own):
+            catalog = self._present_catalog(own)
+            for change in draft.changes:
+                catalog = change(catalog)
+            ref = put_catalog_object(self.log.store, catalog, own.sequence + 1, self._stamps)
+            draft = self._offered = drafted(catalog, ref, draft.changes, own)
+        self._catalogs.add(draft.ref.sha256)
+        return own.model_copy(update={"catalog": draft.ref})
+
+    def _and_catalog(self, own: wire.LatestPointer, version: Mapping[str, object]) -> wire.LatestPointer:
+        """With a new version, and the catalog that was offered unless that cannot be: no version waits for folds."""
+        try:
+            own = self._with_offered(own)
+        except DeltaSyncError as error:
+            logger.warning("the newest folds and anchors of %s are left out: %s", self.log.store.uri, error)
+            self._offered = None
+        return own.model_copy(update=version)
 
     def _present_catalog(self, own: wire.LatestPointer) -> Catalog:
         """The catalog that LATEST names, or if that is lost or damaged the last one that was not: so it is replaced."""
-        try:
-            self._catalog = self.log.catalog(own)
-        except (LogError, NotFound):
-            if self._catalog is None:
-                raise
+        if self._catalog is None or self._catalog_at != own.catalog:
+            try:
+                self._catalog, self._catalog_at = self.log.catalog(own), own.catalog
+            except (LogError, NotFound):
+                if self._catalog is None:
+                    raise
         return self._catalog
 
     def _look(self) -> Seen:
@@ -214,8 +268,11 @@ class LogWriter:
             self.log, lambda found: change(self._carried(found)), seen, sleep=self._stamps.sleep
         )
         self._pointer = self._seen.pointer
-        if self._pointer.catalog is not None:
-            self._catalogs.add(self._pointer.catalog.sha256)
+        named, draft = self._pointer.catalog, self._offered
+        if named is not None:
+            self._catalogs.add(named.sha256)
+        if draft is not None and draft.ref == named:
+            self._catalog, self._catalog_at, self._offered = draft.catalog, named, None
 
     def _carried(self, found: wire.LatestPointer) -> wire.LatestPointer:
         # One that was given up and came late is overwritten by what took its place; nothing has yet: it stands.
@@ -223,6 +280,7 @@ class LogWriter:
         own = pointer.carried(self._pointer, found, self._manifests | late, self._catalogs)
         if own is None:
             raise self._rival(described(self.log, found.manifest, found.version))
+        self._pointer = own
         return own
 
     def _rival(self, named: str) -> RivalWriter:
@@ -233,26 +291,15 @@ class LogWriter:
         )
 
 
-@contextmanager
-def _discarding(store: Store, keys: Iterable[str]) -> Iterator[None]:
-    """Remove the objects of an attempt that fails before anything can refer to them, as far as the store lets us."""
-    try:
-        yield
-    except BaseException:
-        with suppress(DeltaSyncError):
-            store.delete(keys)
-        raise
-
-
-def _put_manifest(store: Store, manifest: wire.Manifest, attempt: str) -> wire.ObjectRef:
+def _put_manifest(store: Batch, manifest: wire.Manifest, attempt: str) -> wire.ObjectRef:
     return _put_json(store, names.manifest(manifest.version, attempt), manifest.to_bytes())
 
 
-def put_catalog_object(store: Store, catalog: Catalog, sequence: int, stamps: Stamps = SYSTEM) -> wire.ObjectRef:
+def put_catalog_object(store: Batch, catalog: Catalog, sequence: int, stamps: Stamps = SYSTEM) -> wire.ObjectRef:
     """Put a catalog, which nothing names yet, for LATEST as it will be at `sequence`; returns what leads to it."""
     return _put_json(store, names.catalog(sequence, stamps.fresh()), catalog.to_bytes())
 
 
-def _put_json(store: Store, key: str, data: bytes) -> wire.ObjectRef:
-    info = store.put(key, data, create=True)
+def _put_json(store: Batch, key: str, data: bytes) -> wire.ObjectRef:
+    info = store.put(key, data)
     return wire.ObjectRef(key=key, sha256=hashlib.sha256(data).hexdigest(), size=len(data), content=info.content)

@@ -10,6 +10,7 @@ import random
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 
 from vllm_delta_sync.errors import DeltaSyncError, NotFound, RateLimited, Unavailable
 from vllm_delta_sync.log import DeltaLog, names
@@ -24,6 +25,11 @@ LAST_BACK_OFF_S = 60.0
 RUN_INTERVAL_S = 60.0
 MOST_UNANSWERED = 4  # looks that may hang in their threads at once
 LEAST_GAP_S = 0.2  # between two looks, however often the store says that something changed
+METERED_LOOKS_A_MINUTE = 15.0
+"""Looks that events may bring about where each counts against a quota: as many as one every four seconds."""
+METERED_BURST = 3.0  # looks that may come at once after a quiet time
+FEED_SPREAD_S = 300.0
+"""Seconds within which followers of a metered store begin to listen: a fleet that starts must not ask all at once."""
 
 
 class _Sight:
@@ -53,6 +59,30 @@ class _Sight:
         except NotFound:
             self._run_due = now  # perhaps the run is gone, and there is another
             raise
+
+
+@dataclass(slots=True)
+class Looks:
+    """How many looks are left of those that events may bring about; a pure function of when looks were taken.
+
+    A look takes one, whatever brought it about, so that events add none to looks that are as frequent already.
+    """
+
+    a_minute: float
+    left: float = METERED_BURST
+    at: float = 0.0  # when `left` was so many, in the seconds of `now`
+
+    def take(self, now: float) -> None:
+        """A look is taken."""
+        self.left = max(0.0, self._by(now) - 1.0)
+        self.at = now
+
+    def wait_s(self, now: float) -> float:
+        """Seconds until an event may bring about the next."""
+        return max(0.0, 1.0 - self._by(now)) * 60.0 / self.a_minute
+
+    def _by(self, now: float) -> float:
+        return min(METERED_BURST, self.left + (now - self.at) * self.a_minute / 60.0)
 
 
 class Follower:
@@ -92,15 +122,23 @@ class Follower:
         self._stopped = threading.Event()
         self._nudge = threading.Event()
         self._feed: _Feed | None = None
+        self._looks = Looks(METERED_LOOKS_A_MINUTE, at=clock())
 
     def run(self) -> None:
         """Poll until `stop`; sooner than the interval when the store says that LATEST changed."""
         while not self._stopped.is_set():
             wait = self.poll()
-            self._stopped.wait(min(wait, LEAST_GAP_S))
+            least = min(wait, self.least_gap_s())
+            self._stopped.wait(least)
             # What failed is given its time, whatever the store says.
-            (self._stopped if self._failures else self._nudge).wait(max(wait - LEAST_GAP_S, 0.0))
+            (self._stopped if self._failures else self._nudge).wait(wait - least)
             self._nudge.clear()
+
+    def least_gap_s(self) -> float:
+        """Seconds from the look that was just taken to the next, however soon the store says that something changed."""
+        now, log = self._clock(), self._sight.log
+        self._looks.take(now)
+        return max(LEAST_GAP_S, self._looks.wait_s(now)) if log is not None and log.store.metered else LEAST_GAP_S
 
     def stop(self) -> None:
         self._stopped.set()
@@ -160,7 +198,7 @@ class Follower:
             return
         if self._feed is not None:
             self._feed.stop()
-        self._feed = _Feed(log, self._nudge)
+        self._feed = _Feed(log, self._nudge, random.uniform(0.0, FEED_SPREAD_S) if log.store.metered else 0.0)
 
     def _failed(self, error: DeltaSyncError) -> float:
         self._failures += 1
@@ -172,16 +210,22 @@ class Follower:
 
 
 class _Feed:
-    """Sets `nudge` whenever the store says that LATEST of a log may have changed; silent where it cannot tell."""
+    """Sets `nudge` whenever the store says that LATEST of a log may have changed; silent where it cannot tell.
 
-    def __init__(self, log: DeltaLog, nudge: threading.Event) -> None:
+    Args:
+        delay_s: seconds before it begins to listen.
+    """
+
+    def __init__(self, log: DeltaLog, nudge: threading.Event, delay_s: float) -> None:
         self.log = log
         self._nudge = nudge
+        self._delay_s = delay_s
         self._stopped = threading.Event()
         if isinstance(log.store, Watchable):
             threading.Thread(target=self._run, args=(log.store,), name="delta-sync-feed", daemon=True).start()
 
     def _run(self, store: Watchable) -> None:
+        self._stopped.wait(self._delay_s)
         for _ in store.changes(names.LATEST, self._stopped):
             if not self._stopped.is_set():
                 self._nudge.set()

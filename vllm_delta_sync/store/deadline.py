@@ -1,6 +1,6 @@
 """Holds a deadline over a call that has none of its own.
 
-Does not retry, and cannot end a call that ignores its cancellation: such a call is left behind in a thread of its own.
+Does not retry, and cannot end a call: one that does not look whether it was abandoned is left behind in a thread.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ from vllm_delta_sync.errors import Unavailable
 _T = TypeVar("_T")
 
 
-def call_within(seconds: float, what: str, call: Callable[[], _T], cancel: Callable[[], object] | None = None) -> _T:
+def call_within(seconds: float, what: str, call: Callable[[], _T], abandoned: threading.Event | None = None) -> _T:
     """Return what `call` returns, or raise what it raises, if it ends within `seconds`.
 
     Args:
         seconds: the deadline.
         what: what is done and where, for the message.
         call: runs in a daemon thread.
-        cancel: called once, in another thread, when the deadline has passed; should make `call` end soon.
+        abandoned: set when the deadline has passed; `call` should look at it where it could end.
 
     Raises:
         Unavailable: the deadline has passed.
@@ -41,8 +41,8 @@ def call_within(seconds: float, what: str, call: Callable[[], _T], cancel: Calla
     except TimeoutError:
         if outcome.done():  # the call's own error, not the deadline
             raise
-        if cancel is not None:
-            threading.Thread(target=cancel, name="store-cancel", daemon=True).start()
+        if abandoned is not None:
+            abandoned.set()
         raise Unavailable(
             f"{what}: no answer within {seconds:g} s; the store, or the network on the way to it, hangs"
         ) from None

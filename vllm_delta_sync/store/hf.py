@@ -10,17 +10,21 @@ import json
 import re
 import threading
 import time
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
 from datetime import datetime
-from typing import Any
+from functools import partial
+from typing import Any, TypeVar
 from urllib.parse import quote, urljoin
 
 from vllm_delta_sync.config import HfStoreConfig
 from vllm_delta_sync.errors import NotFound, StoreError, Unauthorized, Unavailable
 from vllm_delta_sync.store import unconditional
+from vllm_delta_sync.store.batch import Batch
 from vllm_delta_sync.store.hub import XET_HASH, Answer, Hub, no_hub, same_origin
 from vllm_delta_sync.store.hub_events import changes
+from vllm_delta_sync.store.patience import ListingLimit
 from vllm_delta_sync.store.protocol import Content, ObjectInfo, Store, checked
 from vllm_delta_sync.store.within import child
 from vllm_delta_sync.store.xet import HASH, XetTransfers
@@ -28,7 +32,8 @@ from vllm_delta_sync.store.xet_session import WrongSize
 from vllm_delta_sync.wire.frames import Buffer
 
 _BATCH = 1000  # operations, or paths, in one request
-_PAGES = 10_000
+
+_T = TypeVar("_T")
 
 
 def open_configured(config: HfStoreConfig, timeout_s: float) -> Store:
@@ -46,7 +51,7 @@ class HfStore:
     Args:
         bucket: namespace/name.
         hub: where it is.
-        timeout_s: seconds for moving an object, beyond those that its size allows.
+        timeout_s: seconds for moving an object, beyond those that its size allows, and for one page of a list.
     """
 
     conditional = False
@@ -55,6 +60,7 @@ class HfStore:
     def __init__(self, bucket: str, hub: Hub, timeout_s: float) -> None:
         self._bucket = bucket
         self._hub = hub
+        self._timeout_s = timeout_s
         self._xet = XetTransfers(hub, bucket, timeout_s)
 
     @property
@@ -64,20 +70,39 @@ class HfStore:
     def put(self, key: str, data: Buffer, *, create: bool = False, over: str | None = None) -> ObjectInfo:
         self._what("writing", key)
         unconditional.check(self, key, create=create, over=over)
+        with self.batch() as batch:
+            return batch.put(key, data)
+
+    @contextmanager
+    def batch(self) -> Iterator[Batch]:
+        """As `batch.Batching` promises: contents go to the Xet store as they come, and one request names them all."""
+        uploads = _Uploads(self._upload)
+        yield uploads
+        for some in _batches(uploads.done):
+            self._in_bucket(partial(self._name, {key: uploads.done[key] for key in some}))
+
+    def _upload(self, key: str, data: Buffer) -> Content:
+        what = self._what("writing", key)
+        return self._in_bucket(lambda: self._xet.upload(data, what))
+
+    def _name(self, contents: Mapping[str, Content]) -> None:
+        first = next(iter(contents))
+        what = self._what("writing", first) + (f" and {len(contents) - 1} more" if len(contents) > 1 else "")
+        now = int(time.time() * 1000)
+        failures = self._batch(
+            [{"type": "addFile", "path": key, "xetHash": found.id, "mtime": now} for key, found in contents.items()],
+            what,
+        )
+        for path, why in failures.items():
+            raise Unavailable(f"{what}: the Hub did not take {path}: {why}")
+
+    def _in_bucket(self, write: Callable[[], _T]) -> _T:
+        """What `write` returns, in a bucket that is made if there is none."""
         try:
-            return self._write(key, data)
+            return write()
         except NotFound:
             self._create_bucket()
-            return self._write(key, data)
-
-    def _write(self, key: str, data: Buffer) -> ObjectInfo:
-        what = self._what("writing", key)
-        stored = self._xet.upload(data, what)
-        operation = {"type": "addFile", "path": key, "xetHash": stored.id, "mtime": int(time.time() * 1000)}
-        failures = self._batch([operation], what)
-        if key in failures:
-            raise Unavailable(f"{what}: the Hub did not take it: {failures[key]}")
-        return ObjectInfo(stored.size, stored.id, stored.id)
+            return write()
 
     def get(self, key: str, start: int = 0, end: int | None = None, *, content: Content | None = None) -> bytes:
         what = self._what("reading", key)
@@ -114,17 +139,21 @@ class HfStore:
     def _tree(self, folder: str) -> Iterator[str]:
         what = f"listing {self.uri}"
         url = f"/api/buckets/{self._bucket}/tree{'/' + quote(folder, safe='') if folder else ''}?recursive=true"
-        for _ in range(_PAGES):
-            try:
-                answer = self._hub.ask(what, "GET", url)
-            except NotFound:
-                return
+        limit = ListingLimit(self._timeout_s, what)
+        try:
+            answer = self._hub.ask(what, "GET", url)
+        except NotFound:  # the bucket, or the folder
+            return
+        while True:
             yield from _files(answer.json(what), what)
             following = next_page(answer, self._hub.endpoint)
             if following is None:
                 return
-            url = following
-        raise Unavailable(f"{what}: the list does not end after {_PAGES} pages")
+            limit.require_time()
+            try:
+                answer = self._hub.ask(what, "GET", following)
+            except NotFound as error:  # half of a list must not be taken for a whole one
+                raise Unavailable(f"{error}; the list broke off, as its place was lost") from error
 
     def delete(self, keys: Iterable[str]) -> None:
         what = f"deleting from {self.uri}"
@@ -185,6 +214,18 @@ class HfStore:
             self._hub.ask(what, "POST", f"/api/buckets/{self._bucket}", body=body, passed=(409,))
         except NotFound as error:
             raise Unauthorized(f"{error}; the namespace does not exist, or this token may not create in it") from error
+
+
+@dataclass(frozen=True)
+class _Uploads:
+    """Contents that are in the Xet store, for the names that they are to have."""
+
+    upload: Callable[[str, Buffer], Content]
+    done: dict[str, Content] = field(default_factory=dict)
+
+    def put(self, key: str, data: Buffer) -> ObjectInfo:
+        stored = self.done[key] = self.upload(key, data)
+        return ObjectInfo(stored.size, stored.id, stored.id)
 
 
 def _batches(keys: Iterable[str]) -> Iterator[list[str]]:

@@ -8,7 +8,8 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections.abc import Iterator, Mapping
+import time
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -24,6 +25,9 @@ LARGEST_ANSWER = 16 << 20
 
 AGAIN_S = 5.0
 """Seconds for which a request that fails is sent again: a Hub that stumbles is waited for, one that is down is told."""
+
+LONGEST_LINE = 1 << 20
+"""Bytes of a line of a stream that are read at most."""
 
 XET_HASH = "x-xet-hash"
 _REDIRECTS = 5
@@ -133,6 +137,7 @@ class Hub:
 
     def _send(self, what: str, method: str, url: str, body: bytes | None, kind: str) -> Answer:
         headers = {**self.headers(), "Accept-Encoding": "identity"}
+        end = time.monotonic() + self._once_s  # the client's own limit is on silence, which a byte now and then breaks
         if body is not None:
             headers["Content-Type"] = kind
         with self._open(what, method, url, headers, body, self._once_s) as response:
@@ -141,13 +146,16 @@ class Hub:
                 read += chunk
                 if len(read) > LARGEST_ANSWER:
                     raise no_hub(what, f"the answer has more than {LARGEST_ANSWER} bytes")
+                if time.monotonic() > end:
+                    raise Unavailable(f"{what}: the answer does not end within {self._once_s:g} s")
             found = {name.lower(): value for name, value in response.headers.items()}
             return Answer(response.status_code, found, bytes(read))
 
     def lines(self, what: str, path: str, silence_s: float) -> Iterator[str]:
         """The lines of a stream of events as they come.
 
-        Raises as `ask` does; NotFound also when there is no such stream, Unavailable after `silence_s` without a byte.
+        Raises as `ask` does; NotFound also when there is no such stream, Unavailable after `silence_s` without a byte
+        and for a line of more than LONGEST_LINE bytes.
         """
         headers = {**self.headers(), "Accept": "text/event-stream"}
         with self._open(what, "GET", self._url(path), headers, None, silence_s) as response:
@@ -157,7 +165,7 @@ class Hub:
                 raise NotFound(f"{what}: the Hub offers no stream of events here")
             if response.status_code >= 300:
                 raise refusal(Answer(response.status_code, found, b""), what)
-            yield from response.iter_lines()
+            yield from lines_of(response.iter_bytes(), what)
 
     @contextmanager
     def _open(
@@ -175,6 +183,19 @@ class Hub:
             raise
         except Exception as error:  # the client's own HTTP library, which is another one in each of its major versions
             raise Unavailable(f"{what}: {method} {url}: {type(error).__name__}: {error}") from error
+
+
+def lines_of(chunks: Iterable[bytes], what: str) -> Iterator[str]:
+    """The lines of a stream, each as soon as it has ended; raises Unavailable for one longer than LONGEST_LINE."""
+    held = bytearray()
+    for chunk in chunks:
+        held += chunk
+        if b"\n" in chunk:
+            *ended, held = held.split(b"\n")
+            for line in ended:
+                yield line.removesuffix(b"\r").decode(errors="replace")
+        if len(held) > LONGEST_LINE:
+            raise no_hub(what, f"a line has more than {LONGEST_LINE} bytes")
 
 
 def no_hub(what: str, why: str) -> Unavailable:

@@ -8,18 +8,20 @@ from __future__ import annotations
 import json
 import random
 import threading
+import time
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from urllib.parse import urlencode
 
 from vllm_delta_sync.errors import NotFound, RateLimited, StoreError, Unauthorized
-from vllm_delta_sync.store.hub import Hub, no_hub
+from vllm_delta_sync.store.hub import LONGEST_LINE, Hub, no_hub
 
 SILENCE_S = 60.0
 """Seconds without a line after which a connection is given up; the Hub sends a comment every 30."""
 
 _FIRST_BREAK_S, _LONGEST_BREAK_S = 1.0, 60.0
-_LONGEST_LINE = 1 << 20
+LASTING_S = 60.0
+"""Seconds after which a connection that breaks is taken for one that worked, and the next comes soon."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,6 +38,7 @@ def changes(hub: Hub, bucket: str, path: str, stop: threading.Event) -> Iterator
     breaks = 0
     while not stop.is_set():
         pause = 0.0
+        began = time.monotonic()
         try:
             query = f"?{urlencode({'cursor': cursor})}" if cursor else ""
             lines = hub.lines(f"following {bucket}", f"/api/buckets/{bucket}/events{query}", SILENCE_S)
@@ -46,7 +49,7 @@ def changes(hub: Hub, bucket: str, path: str, stop: threading.Event) -> Iterator
                 cursor, touched = after(event, cursor, path)
                 # What happened before the feed began to flow, or between two connections, nobody may have told.
                 if touched or not begun:
-                    begun, breaks = True, 0
+                    begun = True
                     yield None
         except (NotFound, Unauthorized):
             return
@@ -54,9 +57,19 @@ def changes(hub: Hub, bucket: str, path: str, stop: threading.Event) -> Iterator
             pause = error.retry_after
         except StoreError:
             cursor = None  # it may be what the Hub does not like
-        breaks += 1
-        pause = max(pause, random.uniform(0.5, 1) * min(_FIRST_BREAK_S * 2.0 ** min(breaks, 10), _LONGEST_BREAK_S))
+        breaks = following_break(breaks, time.monotonic() - began)
+        pause = max(pause, random.uniform(0.5, 1) * break_s(breaks))
         stop.wait(pause)
+
+
+def following_break(breaks: int, lasted_s: float) -> int:
+    """The number in a row of a break of a connection that lasted so long: each connection costs a request."""
+    return 1 if lasted_s >= LASTING_S else breaks + 1
+
+
+def break_s(breaks: int) -> float:
+    """Seconds until the next connection after so many breaks in a row, at most."""
+    return min(_FIRST_BREAK_S * 2.0 ** min(breaks, 10), _LONGEST_BREAK_S)
 
 
 def after(event: Event, cursor: str | None, path: str) -> tuple[str | None, bool]:
@@ -91,5 +104,5 @@ def events(lines: Iterable[str]) -> Iterator[Event]:
                 name = value
             elif kind == "data":
                 data += value
-        if len(data) > _LONGEST_LINE:
+        if len(data) > LONGEST_LINE:
             raise no_hub("following a bucket", "an event has more than a megabyte")

@@ -5,8 +5,10 @@ Does not decide when a leave is of no use any more: it takes its caller's word, 
 
 from __future__ import annotations
 
+import os
 import threading
 import time
+from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -31,10 +33,12 @@ class Leave:
         return {"endpoint": self.endpoint, "token": self.token, "token_expiry_unix_secs": self.expires}
 
 
+@dataclass(slots=True)
 class _Place:
-    def __init__(self) -> None:
-        self.lock = threading.Lock()
-        self.leave: Leave | None = None
+    """What there is for one key, and what is being asked for: the process that asks, and what will come of it."""
+
+    leave: Leave | None = None
+    asked: tuple[int, Future[Leave]] | None = None
 
 
 _lock = threading.Lock()
@@ -42,15 +46,34 @@ _places: dict[tuple[str, str, Right, str], _Place] = {}  # endpoint, bucket, rig
 
 
 def leave(hub: Hub, bucket: str, right: Right, what: str, *, other_than: Leave | None = None) -> Leave:
-    """Leave for whoever the environment says is asking, another than the one given. Raises as `Hub.ask` does."""
+    """Leave for whoever the environment says is asking, another than the one given. Raises as `Hub.ask` does.
+
+    The Hub is asked once for all who want one at the same time, and what it refuses or leaves unanswered is so for all
+    of them: who came in the meantime does not ask again, one after the other.
+    """
     key = hub.endpoint, bucket, right, hub.headers().get("authorization", "")
     with _lock:
         place = _places.setdefault(key, _Place())
-    with place.lock:
         held = place.leave
-        if held is None or held is other_than or held.expires < time.time() + _MARGIN_S:
-            held = place.leave = _ask(hub, bucket, right, what)
-        return held
+        if held is not None and held is not other_than and held.expires >= time.time() + _MARGIN_S:
+            return held
+        others = place.asked
+        mine: Future[Leave] = Future()
+        if others is None or others[0] != os.getpid():
+            place.asked, others = (os.getpid(), mine), None
+    if others is not None:
+        return others[1].result()
+    try:
+        found = _ask(hub, bucket, right, what)
+    except BaseException as error:
+        with _lock:
+            place.asked = None
+        mine.set_exception(error)
+        raise
+    with _lock:
+        place.leave, place.asked = found, None
+    mine.set_result(found)
+    return found
 
 
 def _ask(hub: Hub, bucket: str, right: Right, what: str) -> Leave:

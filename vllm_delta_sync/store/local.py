@@ -76,7 +76,7 @@ class LocalStore:
                 info = _info(temporary)
                 if create:
                     _link(temporary, target)
-                else:
+                elif over is not None or not _linked(temporary, target):
                     with _locked(target.parent):
                         if over is not None:
                             self._require(key, over)
@@ -181,6 +181,15 @@ def _link(source: Path, target: Path) -> None:
             f"{target}: {error.strerror}: this file system has no hard links, by which an object appears whole and "
             "never over another one; put the bucket on one that has them"
         ) from error
+
+
+def _linked(source: Path, target: Path) -> bool:
+    """Whether the file has a new name now: most names are fresh, and take no lock."""
+    try:
+        os.link(source, target)
+    except OSError:  # the name is taken, or the file system has no links
+        return False
+    return True
 
 
 def _make_directory(directory: Path) -> None:

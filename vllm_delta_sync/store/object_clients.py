@@ -20,7 +20,9 @@ if TYPE_CHECKING:
 
 ObjectConfig = S3StoreConfig | GsStoreConfig | AzStoreConfig | MemoryStoreConfig
 
-_LARGEST = 1 << 30  # bytes of the largest object, a shard
+LARGEST_REQUEST = 1 << 30
+"""Bytes that one request moves at most: a shard that is read, or a part of what is written."""
+
 _RETRIES = 5
 _ENDPOINTS = ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL", "AWS_ENDPOINT", "AZURE_STORAGE_ENDPOINT", "AZURE_ENDPOINT")
 
@@ -84,7 +86,7 @@ def _http(endpoint: str | None, timeout_s: float) -> ClientConfig:
         "connect_timeout": timedelta(seconds=min(5.0, timeout_s / 3)),
         # Of silence, so that one stalled answer can be asked for again.
         "read_timeout": timedelta(seconds=timeout_s / 3),
-        "timeout": timedelta(seconds=allowance(timeout_s, _LARGEST)),
+        "timeout": timedelta(seconds=allowance(timeout_s, LARGEST_REQUEST)),
     }
     # Whoever writes http:// means it: naming the server is the decision, and obstore would ask for it a second time.
     if any(url.startswith("http://") for url in (endpoint, *map(os.environ.get, _ENDPOINTS)) if url):

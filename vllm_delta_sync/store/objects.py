@@ -16,7 +16,7 @@ from vllm_delta_sync.config import AzStoreConfig, GsStoreConfig, MemoryStoreConf
 from vllm_delta_sync.errors import ConfigError, StoreError
 from vllm_delta_sync.store import unconditional
 from vllm_delta_sync.store.deadline import call_within
-from vllm_delta_sync.store.patience import allowance
+from vllm_delta_sync.store.patience import ListingLimit, allowance
 from vllm_delta_sync.store.protocol import Content, ObjectInfo, Store, checked
 from vllm_delta_sync.store.within import child
 from vllm_delta_sync.wire.frames import Buffer
@@ -25,7 +25,7 @@ try:
     import obstore
     from obstore import exceptions
 
-    from vllm_delta_sync.store.object_clients import client
+    from vllm_delta_sync.store.object_clients import LARGEST_REQUEST, client
     from vllm_delta_sync.store.object_errors import PastEnd, typed
 except ModuleNotFoundError as error:
     raise ConfigError(
@@ -36,7 +36,11 @@ if TYPE_CHECKING:
     from obstore import ObjectMeta, PutMode, PutResult
     from obstore.store import ObjectStore as Client
 
+WHOLE = 64 << 20
+"""Bytes of an object that goes up in one request; what is larger goes in parts, a few of them in memory at a time."""
+
 _PIECE = 8 << 20  # bytes of a part of an upload, and of a piece of a download
+_MOST_PARTS = 10_000  # that the stores take
 _PAGE = 1000  # keys per listing request
 _BATCH = 256  # keys per deletion, the least that the stores take in one request
 
@@ -81,7 +85,7 @@ class ObjectStore:
         self._by_version = by_version
 
     def put(self, key: str, data: Buffer, *, create: bool = False, over: str | None = None) -> ObjectInfo:
-        where, size = self._where(key), memoryview(data).nbytes
+        where, view = self._where(key), memoryview(data).cast("B")
         mode: PutMode = "overwrite"
         if not self.conditional:
             unconditional.check(self, key, create=create, over=over)
@@ -89,12 +93,21 @@ class ObjectStore:
             mode = "create"
         elif over is not None:
             mode = {"version": over} if self._by_version else {"e_tag": over}
+        if mode != "overwrite" and view.nbytes > LARGEST_REQUEST:
+            raise ConfigError(
+                f"{where}: {view.nbytes} bytes; at most {LARGEST_REQUEST} can be written under a condition, as what "
+                "goes up in parts can have none"
+            )
+        in_parts = mode == "overwrite" and view.nbytes > WHOLE
+        part = max(_PIECE, -(-view.nbytes // _MOST_PARTS))
         result = self._call(
             where,
-            size,
-            lambda: obstore.put(self._client, key, memoryview(data).cast("B"), mode=mode, chunk_size=_PIECE),
+            view.nbytes,
+            lambda: obstore.put(self._client, key, view, mode=mode, use_multipart=in_parts, chunk_size=part),
         )
-        return ObjectInfo(size, self._tag(result, where))
+        if in_parts and (result["version"] if self._by_version else result["e_tag"]) is None:
+            return self.head(key)  # not every server tells at the end of an upload in parts
+        return ObjectInfo(view.nbytes, self._tag(result, where))
 
     def get(self, key: str, start: int = 0, end: int | None = None, *, content: Content | None = None) -> bytes:
         del content  # these know their objects by key alone
@@ -155,8 +168,10 @@ class ObjectStore:
         with typed(where):
             pages = iter(obstore.list(self._client, folder or None, chunk_size=_PAGE))
         found: list[ObjectMeta] = []
+        limit = ListingLimit(self._timeout_s, f"listing {where}")
         while page := self._call(where, 0, lambda: next(pages, None)):
             found += [meta for meta in page if meta["path"].startswith(prefix)]
+            limit.require_time()
         return found
 
     def _delete(self, keys: Sequence[str]) -> None:

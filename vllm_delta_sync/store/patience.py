@@ -15,12 +15,31 @@ from vllm_delta_sync.errors import RateLimited, Unavailable
 MIN_RATE = 1 << 20  # bytes/s: a slower transfer counts as stalled
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.2, 10.0
 
+LISTING_TIMES = 10  # the time for one call: a bucket of a million objects has a thousand pages
+
 T = TypeVar("T")
 
 
 def allowance(timeout_s: float, size: int) -> float:
     """Seconds that a call may take which moves `size` bytes."""
     return timeout_s + size / MIN_RATE
+
+
+class ListingLimit:
+    """Holds the time that a whole listing may take, however many pages it has; it begins now.
+
+    Args:
+        timeout_s: seconds that one page may take.
+    """
+
+    def __init__(self, timeout_s: float, what: str, clock: Callable[[], float] = time.monotonic) -> None:
+        self._seconds, self._what, self._clock = LISTING_TIMES * timeout_s, what, clock
+        self._end = clock() + self._seconds
+
+    def require_time(self) -> None:
+        """Raise Unavailable when the time is over."""
+        if self._clock() > self._end:
+            raise Unavailable(f"{self._what}: the list does not end within {self._seconds:g} s")
 
 
 def pause(attempt: int, luck: float) -> float:

@@ -61,7 +61,9 @@ class Store(Protocol):
         """Write an object whole and durably: a reader sees all of it, or what was there before.
 
         With `create`, raises AlreadyExists when the key is taken; with `over`, PreconditionFailed when the object's tag
-        is another one. What is there stays as it is then.
+        is another one. What is there stays as it is then. Both are for names that others may write as well: for a name
+        with a fresh uuid in it they would only cost, a request where the store has no conditional writes, and the way
+        in parts where it has. A condition on more bytes than the store takes in one request raises ConfigError.
         """
         ...
 

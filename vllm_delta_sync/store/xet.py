@@ -9,9 +9,10 @@ import os
 import re
 import threading
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
-from vllm_delta_sync.errors import Unauthorized
+from vllm_delta_sync.errors import Unauthorized, Unavailable
 from vllm_delta_sync.store.deadline import call_within
 from vllm_delta_sync.store.hub import Hub
 from vllm_delta_sync.store.leaves import Leave, leave
@@ -58,33 +59,43 @@ class XetTransfers:
             WrongSize: it is of another size than stated, or the transfer was cut short each time.
             Unauthorized, RateLimited, Unavailable: as the Hub or the Xet store refuses.
         """
-        seconds = allowance(self._timeout_s, end - start)
-        return call_within(seconds, what, lambda: self._download(content, start, end, what), self._give_up)
+        abandoned = threading.Event()
+        transfer = partial(self._download, content, start, end, what, abandoned)
+        try:
+            return call_within(allowance(self._timeout_s, end - start), what, transfer, abandoned)
+        finally:
+            if abandoned.is_set() and (hung := self._downloads) is not None:
+                self._drop(hung)
 
     def upload(self, data: Buffer, what: str) -> Content:
         """Store bytes durably and name them; no path leads to them yet. Raises as `download` does."""
         return call_within(allowance(self._timeout_s, len(data)), what, lambda: self._upload(data, what))
 
-    def _download(self, content: Content, start: int, end: int, what: str) -> bytes:
+    def _download(self, content: Content, start: int, end: int, what: str, abandoned: threading.Event) -> bytes:
         """A first try in the group that all downloads share; what fails there is tried again in groups of its own.
 
         Only those tell what is wrong with this download, not with another one, or with a leave that ended early; and
         when a stream just ends, as with hf_xet 1.8 one in four does that fails at once, only a file tells at all.
+        Nothing is fetched any more for a caller who has given up: a hang that ends would else move bytes for many.
         """
         shared = self._shared(what)
         try:
-            data = read_stream(shared.group, content, start, end)
+            _require_wanted(abandoned, what)
+            data = read_stream(shared.group, content, start, end, abandoned)
             if len(data) == end - start:
                 return data
         except Exception:  # mostly bare RuntimeError and ConnectionError
             pass
         self._drop(shared)
+        _require_wanted(abandoned, what)
         arguments = leave(self._hub, self._bucket, "read", what, other_than=shared.leave).arguments
         try:
             for _ in range(_STREAM_TRIES):
-                data = read_stream(session().new_download_stream_group(**arguments), content, start, end)
+                _require_wanted(abandoned, what)
+                data = read_stream(session().new_download_stream_group(**arguments), content, start, end, abandoned)
                 if len(data) == end - start:
                     return data
+            _require_wanted(abandoned, what)
             data = read_file(arguments, content, start, end)
         except Exception as error:
             raise failed(error, what) from error
@@ -119,13 +130,13 @@ class XetTransfers:
                 found = self._downloads = _Downloads(os.getpid(), held, group)
             return found
 
-    def _give_up(self) -> None:
-        downloads = self._downloads
-        if downloads is not None:
-            self._drop(downloads)
-
     def _drop(self, downloads: _Downloads) -> None:
         # Without aborting it: that would cut others' downloads short, silently. What hangs ends by hf_xet's own limits.
         with self._lock:
             if self._downloads is downloads:
                 self._downloads = None
+
+
+def _require_wanted(abandoned: threading.Event, what: str) -> None:
+    if abandoned.is_set():
+        raise Unavailable(f"{what}: given up")

@@ -44,14 +44,17 @@ class WrongSize(Unavailable):
     """A content is not of the size that was stated, if its transfer was not cut short."""
 
 
-def read_stream(group: Any, content: Content, start: int, end: int) -> bytes:
-    """Bytes start … end−1 of a file, or another number of them: a stream may end early without an error."""
+def read_stream(group: Any, content: Content, start: int, end: int, abandoned: threading.Event) -> bytes:
+    """Bytes start … end−1 of a file, or another number of them: a stream may end early without an error.
+
+    It ends early, too, once nobody waits for it any more.
+    """
     from hf_xet import XetFileInfo
 
     data = bytearray()
     for chunk in group.download_stream(XetFileInfo(content.id, content.size), start, end):
         data += chunk
-        if len(data) > end - start:
+        if len(data) > end - start or abandoned.is_set():
             break
     return bytes(data)
 

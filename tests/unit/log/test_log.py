@@ -177,6 +177,8 @@ class _Failing:
         self.puts = 0
 
     def __getattr__(self, name: str) -> object:
+        if name == "batch":  # every write comes through `put`
+            raise AttributeError(name)
         return getattr(self._store, name)
 
     def head(self, key: str) -> ObjectInfo:

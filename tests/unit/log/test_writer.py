@@ -20,7 +20,7 @@ from vllm_delta_sync.errors import (
 from vllm_delta_sync.log import DeltaLog, LogWriter, pointer
 from vllm_delta_sync.log.stamps import Stamps
 from vllm_delta_sync.log.writer import put_catalog_object
-from vllm_delta_sync.store import ObjectInfo, Store
+from vllm_delta_sync.store import ObjectInfo, Store, together
 from vllm_delta_sync.wire.catalog import Catalog
 from vllm_delta_sync.wire.frames import Buffer
 from vllm_delta_sync.wire.manifest import LatestPointer, Manifest, ObjectRef
@@ -283,6 +283,115 @@ def test_a_damaged_catalog_that_this_writer_never_read_is_told(tiny: tiny_log.Ti
     tiny.object(ref.key).unlink()
     with pytest.raises(NotFound, match=ref.key):
         tiny.writer.put_catalog(lambda found: found)
+
+
+# --- catalogs that a version takes along -----------------------------------------------------------------------------
+def older(catalog: Catalog) -> Catalog:
+    return catalog.model_copy(update={"oldest": catalog.oldest + 1})
+
+
+def offer(writer: LogWriter, change: Callable[[Catalog], Catalog] = older) -> None:
+    with together(writer.log.store) as batch:
+        draft = writer.draft_catalog(change, batch)
+    writer.offer_catalog(draft)
+
+
+def test_a_catalog_that_is_offered_is_named_with_the_next_version_in_one_write(tiny: tiny_log.TinyLog) -> None:
+    offer(tiny.writer)
+    assert tiny.log.latest().catalog is None and tiny.writer.offered
+    sequence = tiny.log.latest().sequence
+    idle(tiny.writer)
+    assert (tiny.log.latest().version, tiny.log.latest().sequence) == (4, sequence + 1)
+    assert tiny.log.catalog().oldest == 1 and not tiny.writer.offered
+    idle(tiny.writer)
+    assert tiny.log.catalog().oldest == 1
+
+
+def test_each_catalog_that_is_offered_holds_what_the_one_before_did(tiny: tiny_log.TinyLog) -> None:
+    for _ in range(3):
+        offer(tiny.writer)
+    idle(tiny.writer)
+    assert tiny.log.catalog().oldest == 3
+    with together(tiny.writer.log.store) as batch:
+        offer(tiny.writer)
+        offer(tiny.writer)
+        later = tiny.writer.draft_catalog(older, batch)
+        idle(tiny.writer)  # takes the ones before along
+    tiny.writer.offer_catalog(later)
+    objects = len([*tiny.log.store.list("catalogs/")])
+    idle(tiny.writer)
+    assert tiny.log.catalog().oldest == 6
+    assert len([*tiny.log.store.list("catalogs/")]) == objects, "it was not made anew"
+
+
+def test_one_that_no_version_takes_along_is_named_when_that_is_asked_for(tiny: tiny_log.TinyLog) -> None:
+    offer(tiny.writer)
+    tiny.writer.put_offered()
+    assert (tiny.log.latest().version, tiny.log.catalog().oldest) == (3, 1)
+    before = tiny.log.latest()
+    tiny.writer.put_offered()
+    assert tiny.log.latest() == before
+
+
+@pytest.mark.parametrize("conditional", [True, False])
+def test_what_others_wrote_since_it_was_made_is_not_lost(tiny: tiny_log.TinyLog, conditional: bool) -> None:
+    writer, _ = writer_on(tiny, conditional=conditional)
+    offer(writer)
+    offer(writer)
+    pointer.update(tiny.log, lambda at: at.model_copy(update={"catalog": foreign_catalog(tiny, 7)}))
+    idle(writer)
+    assert (tiny.log.latest().version, tiny.log.catalog().oldest) == (4, 9)
+
+
+def test_under_a_pin_that_came_since_it_is_made_anew(tiny: tiny_log.TinyLog) -> None:
+    def change(catalog: Catalog) -> Catalog:
+        return catalog.model_copy(update={"oldest": 0 if tiny.writer.pointer.pin is not None else 1})
+
+    offer(tiny.writer, change)
+    pointer.update(tiny.log, with_pin(2))
+    idle(tiny.writer)
+    assert (tiny.log.latest().pin, tiny.log.catalog().oldest) == (2, 0)
+
+
+def test_a_version_goes_without_a_catalog_that_cannot_be_made_anew(tiny: tiny_log.TinyLog) -> None:
+    writer, store = writer_on(tiny, conditional=True)
+    offer(writer)
+    ref = foreign_catalog(tiny, 7)
+    pointer.update(tiny.log, lambda at: at.model_copy(update={"catalog": ref}))
+
+    def fail() -> None:
+        raise Unavailable("away")
+
+    idle_once_without_catalogs(writer, store, fail)
+    assert (tiny.log.latest().version, tiny.log.catalog().oldest) == (4, 7)
+    assert not writer.offered
+
+
+def idle_once_without_catalogs(writer: LogWriter, store: HookedStore, fail: Callable[[], None]) -> None:
+    """Commit a version in which nothing changes, while catalogs cannot be written."""
+    put = store.put
+
+    def without(key: str, data: Buffer, *, create: bool = False, over: str | None = None) -> ObjectInfo:
+        if key.startswith("catalogs/"):
+            fail()
+        return put(key, data, create=create, over=over)
+
+    store.put = without  # type: ignore[method-assign]
+    idle(writer)
+
+
+def test_a_catalog_whose_version_failed_goes_with_the_next(tiny: tiny_log.TinyLog) -> None:
+    writer, store = writer_on(tiny, conditional=True)
+
+    def fail() -> None:
+        raise Unavailable("away")
+
+    offer(writer)
+    store.before["LATEST"] = fail
+    with pytest.raises(Unavailable):
+        idle(writer)
+    idle(writer)
+    assert (tiny.log.latest().version, tiny.log.catalog().oldest) == (4, 1)
 
 
 # --- writes whose fate is unclear ------------------------------------------------------------------------------------

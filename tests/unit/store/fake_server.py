@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import threading
 import time
+from contextlib import suppress
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
@@ -43,9 +44,10 @@ class FakeServer:
                 stated = len(answer.body) if answer.length is None else answer.length
                 self.send_header("Content-Length", str(stated))
                 self.end_headers()
-                for byte in answer.body if self.command != "HEAD" and answer.drip_s else b"":
-                    time.sleep(answer.drip_s)
-                    self.wfile.write(bytes([byte]))
+                with suppress(ConnectionError):  # whoever asked has gone
+                    for byte in answer.body if self.command != "HEAD" and answer.drip_s else b"":
+                        time.sleep(answer.drip_s)
+                        self.wfile.write(bytes([byte]))
                 if self.command != "HEAD" and not answer.drip_s:
                     self.wfile.write(answer.body)
                 self.close_connection = True

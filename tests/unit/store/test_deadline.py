@@ -29,17 +29,21 @@ def test_a_timeout_of_the_call_itself_is_not_taken_for_the_deadline() -> None:
         call_within(5, "looking", fail)
 
 
-def test_a_call_that_hangs_is_given_up_by_name_and_cancelled() -> None:
-    cancelled = threading.Event()
+def test_a_call_that_hangs_is_given_up_by_name_and_told_so() -> None:
+    abandoned, ended = threading.Event(), threading.Event()
+
+    def hang() -> None:
+        abandoned.wait(30)
+        ended.set()
+
     begin = time.monotonic()
     with pytest.raises(Unavailable, match=r"reading hf://x: no answer within 0\.05 s"):
-        call_within(0.05, "reading hf://x", lambda: cancelled.wait(30), cancelled.set)
+        call_within(0.05, "reading hf://x", hang, abandoned)
     assert time.monotonic() - begin < 5
-    assert cancelled.wait(5)
+    assert ended.wait(5)
 
 
-def test_a_cancellation_that_hangs_holds_up_nobody() -> None:
-    release = threading.Event()
-    with pytest.raises(Unavailable):
-        call_within(0.05, "reading", lambda: release.wait(30), lambda: release.wait(30))
-    release.set()
+def test_a_call_that_ends_in_time_is_not_told_otherwise() -> None:
+    abandoned = threading.Event()
+    assert call_within(5, "looking", lambda: 1, abandoned) == 1
+    assert not abandoned.is_set()

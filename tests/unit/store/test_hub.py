@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
+import json
+import threading
+import time
+from collections.abc import Iterator
+
 import pytest
 
+from tests.unit.store.fake_server import Answer as Said
+from tests.unit.store.fake_server import FakeServer
 from vllm_delta_sync.errors import NotFound, RateLimited, StoreError, Unauthorized, Unavailable
-from vllm_delta_sync.store.hf import next_page
-from vllm_delta_sync.store.hub import Answer, Hub, refusal, same_origin, wait_s
+from vllm_delta_sync.store.hf import HfStore, next_page
+from vllm_delta_sync.store.hub import LONGEST_LINE, Answer, Hub, lines_of, refusal, same_origin, wait_s
 
 
 @pytest.mark.parametrize(
@@ -86,3 +93,48 @@ def test_a_next_page_is_followed_on_the_hub_only() -> None:
     assert after("") is None
     with pytest.raises(StoreError, match="not the Hub"):
         after('<https://evil.example/t>; rel="next"')
+
+
+def test_a_list_without_end_is_given_up() -> None:
+    class Endless(Hub):
+        def _send(self, what: str, method: str, url: str, body: bytes | None, kind: str) -> Answer:
+            return Answer(200, {"link": '</tree?cursor=a>; rel="next"'}, json.dumps([]).encode())
+
+    store = HfStore("me/bucket", Endless("https://hub.example", 0.02), 0.02)
+    with pytest.raises(Unavailable, match=r"the list does not end within 0\.2 s"):
+        store.list()
+
+
+def test_an_answer_that_comes_byte_by_byte_for_ever_holds_no_thread() -> None:
+    server = FakeServer()
+    server.answer = Said(body=b"x" * 1000, drip_s=0.05)
+    before = threading.active_count()
+    try:
+        with pytest.raises(Unavailable):
+            Hub(server.url, 1.0).ask("asking", "GET", "/api")
+        end = time.monotonic() + 10
+        while any(thread.name == "store-call" for thread in threading.enumerate()):
+            assert time.monotonic() < end, "a thread goes on reading"
+            time.sleep(0.05)
+    finally:
+        server.close()
+    assert threading.active_count() <= before + 2  # the server's own
+
+
+def test_lines_come_as_they_end_whatever_they_come_in() -> None:
+    chunks = [b"da", b"ta: 1\r\n\n: pi", b"ng\nhalf \xff"]
+    assert list(lines_of(chunks, "following")) == ["data: 1", "", ": ping"]
+
+
+def test_a_line_without_end_is_refused_before_it_is_held() -> None:
+    taken = 0
+
+    def endless() -> Iterator[bytes]:
+        nonlocal taken
+        while True:
+            taken += 1 << 16
+            yield b"x" * (1 << 16)
+
+    with pytest.raises(Unavailable, match="a line has more than"):
+        list(lines_of(endless(), "following"))
+    assert taken <= LONGEST_LINE + (1 << 16)

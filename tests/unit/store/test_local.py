@@ -107,7 +107,7 @@ def test_a_failing_disk_is_a_typed_error_and_leaves_the_object(
         with pytest.raises(kind, match="v/a"):
             store.put("v/a", b"new")
     assert store.get("v/a") == b"old"
-    assert {path.name for path in (tmp_path / "v").iterdir()} == {"a", ".locked"}
+    assert {path.name for path in (tmp_path / "v").iterdir()} == {"a"}
 
 
 @pytest.mark.parametrize("number", [errno.EPERM, errno.ENOTSUP, errno.ENOSYS])
@@ -203,6 +203,7 @@ def test_what_killed_writers_left_is_swept_when_it_is_old_and_a_write_under_way_
 
 def test_a_lock_that_is_never_given_up_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     store = LocalStore(tmp_path)
+    store.put("a", b"w")
     store.put("a", b"x")
     monkeypatch.setattr(local, "_LOCK_DEADLINE_S", 0.05)
     with (tmp_path / ".locked").open() as held:
@@ -215,7 +216,21 @@ def test_a_lock_that_is_never_given_up_is_said(tmp_path: Path, monkeypatch: pyte
 
 def test_a_lock_is_no_object(tmp_path: Path) -> None:
     store = LocalStore(tmp_path)
+    store.put("a", b"w")
     store.put("a", b"x")
+    assert (tmp_path / ".locked").exists()
     assert list(store.list()) == ["a"]
     with pytest.raises(MalformedObject, match="of a lock"):
         store.delete([".locked"])
+
+
+def test_a_fresh_name_needs_no_lock_and_no_hard_links(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    LocalStore(tmp_path).put("v/a", b"x")
+    assert {path.name for path in (tmp_path / "v").iterdir()} == {"a"}
+
+    def fail(source: Path, target: Path) -> None:
+        raise OSError(errno.EPERM, os.strerror(errno.EPERM))
+
+    monkeypatch.setattr(os, "link", fail)
+    LocalStore(tmp_path).put("w/a", b"x")
+    assert LocalStore(tmp_path).get("w/a") == b"x"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import socket
 import subprocess
 import sys
@@ -24,7 +25,7 @@ from vllm_delta_sync.errors import (
     Unauthorized,
     Unavailable,
 )
-from vllm_delta_sync.store import Store, open_store
+from vllm_delta_sync.store import Store, objects, open_store
 
 PATIENT_S = 3.0  # of one call that is answered, also by a busy machine
 QUICK_S = 0.5  # of one that is not
@@ -233,6 +234,36 @@ def test_google_conditions_are_on_generations(
     assert server.requests[-1][2]["x-goog-if-generation-match"] == "16"
 
 
+class InParts(FakeServer):
+    """Takes uploads in parts, at whose end it does not tell the generation that it tells to a HEAD."""
+
+    @property
+    def answer(self) -> Answer:
+        if self.requests[-1][0] == "HEAD":
+            dated = {"ETag": '"e"', "x-goog-generation": "18", "Last-Modified": "Mon, 30 Nov 2026 12:00:00 GMT"}
+            return Answer(headers=dated, length=7)
+        return Answer(body=b'<Upload><UploadId>u</UploadId><ETag>"e"</ETag></Upload>')
+
+    @answer.setter
+    def answer(self, answer: Answer) -> None:
+        """It says what it says."""
+
+
+def test_an_upload_in_parts_that_ends_without_a_tag_has_it_looked_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    parts = InParts()
+    account = {"gcs_base_url": parts.url, "disable_oauth": True}
+    account |= dict.fromkeys(("client_email", "private_key", "private_key_id"), "")
+    monkeypatch.setenv("GOOGLE_SERVICE_ACCOUNT_KEY", json.dumps(account))
+    monkeypatch.setenv("AWS_ENDPOINT_URL", parts.url)  # allows http://
+    monkeypatch.setattr(objects, "WHOLE", 4)
+    try:
+        store = open_store(GsStoreConfig(bucket="bucket"), timeout_s=PATIENT_S)
+        assert store.put("k", b"7 bytes").tag == "18"
+        assert [method for method, _, _ in parts.requests] == ["POST", "PUT", "POST", "HEAD"]
+    finally:
+        parts.close()
+
+
 def test_azure_asks_for_an_account_and_sends_conditions(server: FakeServer, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ConfigError, match=r"az://container.*[Aa]ccount"):
         open_store("az://container")
@@ -288,3 +319,14 @@ def test_opening_asks_no_server(config: StoreConfig) -> None:
     store = open_store(config)
     assert store.uri == config.uri
     assert (store.conditional, store.metered) == (True, False)
+
+
+def test_more_than_one_request_takes_cannot_be_written_under_a_condition(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(objects, "LARGEST_REQUEST", 100)
+    store = open_store("memory://conditions")
+    tag = store.put("k", b"x" * 100, create=True).tag
+    for condition in ({"create": True}, {"over": tag}):
+        with pytest.raises(ConfigError, match=r"memory://conditions/k: 101 bytes; at most 100 .* under a condition"):
+            store.put("k", b"x" * 101, **condition)  # type: ignore[arg-type]
+    store.put("k", b"y" * 101)
+    assert store.get("k") == b"y" * 101

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from vllm_delta_sync.errors import DeltaSyncError, NotFound, RateLimited, Unavailable
-from vllm_delta_sync.store.patience import LONGEST_PAUSE_S, allowance, pause, retried
+from vllm_delta_sync.store.patience import LONGEST_PAUSE_S, ListingLimit, allowance, pause, retried
 
 
 class Clock:
@@ -81,3 +81,13 @@ def test_what_patience_does_not_cure_is_raised_at_once() -> None:
 @given(st.integers(0, 1000), st.floats(0, 1, exclude_max=True))
 def test_a_pause_is_positive_and_bounded(attempt: int, luck: float) -> None:
     assert 0.1 <= pause(attempt, luck) <= LONGEST_PAUSE_S
+
+
+def test_a_listing_may_take_as_long_as_many_calls_and_no_longer() -> None:
+    clock = Clock()
+    limit = ListingLimit(6.0, "listing hf://x", clock)
+    clock.sleep(59.0)
+    limit.require_time()
+    clock.sleep(2.0)
+    with pytest.raises(Unavailable, match="listing hf://x: the list does not end within 60 s"):
+        limit.require_time()

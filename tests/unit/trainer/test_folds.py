@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import logging
+import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import tiny_training
 import torch
+from hooked_store import HookedStore
 from safetensors.torch import save_file
 from tiny_training import Training, TroubledStore
 
-from vllm_delta_sync.log import AnchorPolicy, DeltaLog, FoldSchedule
+from vllm_delta_sync.log import AnchorPolicy, DeltaLog, FoldSchedule, folder
 from vllm_delta_sync.log import verify as checks
 from vllm_delta_sync.log.anchors import fetch
 from vllm_delta_sync.log.replica import Replica
@@ -79,6 +82,48 @@ def test_a_fold_that_fails_is_logged_and_the_next_ones_do_without_it(
     assert (2, 4) not in folds
     assert {(0, 4), (0, 8)} <= folds
     assert tiny_training.logged(open_store(str(tmp_path))) == states[-1]
+
+
+def folds_of(log: DeltaLog) -> set[tuple[int, int]]:
+    return {(fold.source, fold.to) for fold in log.catalog().folds}
+
+
+def test_where_requests_count_a_catalog_goes_with_the_next_version_and_at_last_alone(tmp_path: Path) -> None:
+    training, store = Training(), HookedStore(open_store(str(tmp_path)), metered=True)
+    with Publisher.open(store, training.model, anchors=None, folds=FoldSchedule(levels=1, reach=0)) as publisher:
+        log = DeltaLog.open(str(tmp_path))
+        begun = log.latest().sequence
+        for version in range(1, 6):
+            training.step()
+            publisher.publish(training.model)
+            publisher.wait()
+            if version % 2 == 0:  # its fold is there before the next version comes
+                wait_until(lambda version=version: len([*log.store.list("catalogs/")]) == version // 2)
+            assert log.latest().sequence == begun + version, "one write of LATEST for each version"
+        assert folds_of(log) == {(0, 2), (2, 4)}
+        training.step()
+        publisher.publish(training.model)
+    assert folds_of(log) == {(0, 2), (2, 4), (4, 6)}
+    assert checks.verify(log).faults == ()
+
+
+def test_a_catalog_that_waits_for_a_version_in_vain_is_named_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(folder, "PATIENCE_S", 0.05)
+    training, store = Training(), HookedStore(open_store(str(tmp_path)), metered=True)
+    with Publisher.open(store, training.model, anchors=None, folds=FoldSchedule(levels=1, reach=0)) as publisher:
+        for _ in range(2):
+            training.step()
+            publisher.publish(training.model)
+        wait_until(lambda: folds_of(DeltaLog.open(str(tmp_path))) == {(0, 2)})
+
+
+def wait_until(holds: Callable[[], bool]) -> None:
+    end = time.monotonic() + 20
+    while not holds():
+        assert time.monotonic() < end
+        time.sleep(0.01)
 
 
 def test_a_catalog_that_cannot_be_written_keeps_no_version_back(tmp_path: Path) -> None:
