@@ -12,7 +12,7 @@ from pathlib import Path
 
 import numpy as np
 
-from vllm_delta_sync.bench.codings import payload_bytes, write_log
+from vllm_delta_sync.bench.codings import WITHOUT_BASE, payload_bytes, write_log
 from vllm_delta_sync.bench.step import Model
 from vllm_delta_sync.bench.warm_walk import DRIFT, WarmWalk
 from vllm_delta_sync.log import DeltaLog, FoldSchedule
@@ -76,7 +76,7 @@ def measure(
 def write(store: Store, base: Path, models: list[Model]) -> DeltaLog:
     """A log of these models, without folds, whose base is written to the directory `base`."""
     write_checkpoint(base, models[0].values())
-    return write_log(store, base, models).log
+    return write_log(store, base, models, WITHOUT_BASE).log
 
 
 class Ideal:

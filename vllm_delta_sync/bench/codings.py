@@ -80,6 +80,7 @@ def _dense(found: Found, _: CtxModel | None) -> EncodedBlock:
 
 
 ADAPTIVE = Coding(_adaptive, modelled=True)
+WITHOUT_BASE = Coding(_adaptive)  # what can be folded by whoever does not hold the base
 CODINGS: Mapping[str, Coding] = {
     codec_rules.NAMES[codec_rules.CTX]: Coding(_ctx, modelled=True),
     codec_rules.NAMES[codec_rules.GAP]: Coding(_gap),
@@ -120,14 +121,16 @@ def payload_bytes(ends: Ends, found: list[TensorUpdate]) -> int:
     return sum(len(pack_shard(ends, payloads, table)[0]) for payloads, table in shards)
 
 
-def write_log(where: str | Store, base: str | os.PathLike[str], models: Iterable[Model]) -> LogWriter:
+def write_log(
+    where: str | Store, base: str | os.PathLike[str], models: Iterable[Model], coding: Coding = ADAPTIVE
+) -> LogWriter:
     """A log without folds whose version n is the n-th model; its base is named, not written."""
     states = iter(models)
     first = next(states)
     lanes = {spec: state_hash.of_tensor(spec, bits) for spec, bits in first.values()}
     writer = LogWriter.create(where, lanes, base=BaseRef(model=os.fspath(base)))
     for old, new in pairwise([first, *states]):
-        found = updates(old, new)
+        found = updates(old, new, coding)
         lanes |= {update.spec: update.lanes for update in found}
         writer.commit(found, state_root=state_hash.state_root(lanes))
     return writer
