@@ -5,7 +5,12 @@ Does not know any server's layout. A wrong guess costs servers that split otherw
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import TypeAlias
+
 from vllm_delta_sync.wire.tensors import TensorSpec
+
+SplitDim: TypeAlias = Callable[[TensorSpec], int]
 
 # Projections back to the hidden size, by the names that architectures give them: split by columns. All others, and
 # embeddings, are split by rows.
