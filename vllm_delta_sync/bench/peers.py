@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import tempfile
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -69,6 +70,8 @@ def arc_package(*, patient: bool) -> Any | None:
     """
     if patient:
         os.environ["ARC3_CANDIDATE_WAIT_MULTIPLIER"] = "1000"
+    # It reads what it decompressed without copying it, which torch remarks upon.
+    warnings.filterwarnings("ignore", "The given buffer is not writable", UserWarning)
     try:
         import fireworks_delta_compression
     except ImportError:

