@@ -59,8 +59,8 @@ class Arena {
 
 Scratch tile_scratch(Arena& arena) {
   return {arena.take<uint8_t>(kTileElements + 64), arena.take<uint32_t>(kTileElements),
-          arena.take<uint32_t>(2 * kTileElements + kMaxClasses), arena.take<uint16_t>(2 * kTileElements + kMaxClasses),
-          arena.take<uint8_t>(8 * kTileElements)};
+          arena.take<uint32_t>(2 * kTileElements + kMaxClasses), arena.take<uint16_t>(2 * kTileElements + kMaxClasses + 1),
+          arena.take<uint8_t>(8 * kTileElements + 8)};
 }
 
 // A strip of columns, and its tiles: as many rows each as kTileElements hold.
@@ -211,37 +211,60 @@ int64_t tally(const Model& model, const T* old, const Grid& grid, const uint32_t
   return 0;
 }
 
+// What decoding needs besides the scratch of a tile: a bit for each element of the block, how many are set before each word of
+// them, and the changes as tiles give them.
+template <typename T>
+struct Unordered {
+  Unordered(Arena& arena, int64_t elements, int64_t capacity)
+      : words((elements + 63) / 64), marks(arena.take<uint64_t>(words)), before(arena.take<uint32_t>(words)),
+        found{arena.take<uint32_t>(capacity), arena.take<T>(capacity)} {}
+
+  // Distinct positions in order, with their steps.
+  void order(int64_t n, uint32_t* positions, T* steps) const {
+    std::memset(marks, 0, static_cast<size_t>(words) * sizeof *marks);
+    for (int64_t i = 0; i < n; ++i) marks[found.positions[i] >> 6] |= 1ull << (found.positions[i] & 63);
+    uint32_t count = 0;
+    for (int64_t w = 0; w < words; ++w) {
+      before[w] = count;
+      count += static_cast<uint32_t>(__builtin_popcountll(marks[w]));
+    }
+    for (int64_t i = 0; i < n; ++i) {
+      const uint32_t position = found.positions[i], w = position >> 6;
+      const uint32_t to = before[w] + static_cast<uint32_t>(__builtin_popcountll(marks[w] & ((1ull << (position & 63)) - 1)));
+      positions[to] = position;
+      steps[to] = found.steps[i];
+    }
+  }
+
+  int64_t words;
+  uint64_t* marks;
+  uint32_t* before;
+  Changed<T> found;
+};
+
 // Decodes the tiles whose `wanted` is set; `sizes` are bytes << 1 | whether there are kMaxLanes states.
 template <typename T>
 int64_t decode(const Model& model, const T* old, const Grid& grid, const int64_t* sizes, const uint8_t* wanted, const uint8_t* data,
                void* memory, uint32_t* positions, T* steps, int64_t capacity) {
   Arena arena(memory);
   const Scratch scratch = tile_scratch(arena);
-  const int64_t elements = grid.rows * grid.row_length, words = (elements + 63) / 64;
-  uint64_t* const changed = arena.take<uint64_t>(words);
-  T* const all_steps = arena.take<T>(elements);
-  std::memset(changed, 0, static_cast<size_t>(words) * sizeof *changed);
+  const Unordered<T> all(arena, grid.rows * grid.row_length, capacity);
   int64_t total = 0, offset = 0;
   const bool sound = grid.each_tile([&](const Tile& tile, int64_t index) {
     const int64_t size = sizes[index] >> 1;
     if (size > 0 && wanted[index]) {
+      const Changed<T> next{all.found.positions + total, all.found.steps + total};
       const int64_t found = kernels_for<T>().decode[sizes[index] & 1](model, {old, grid.row_length}, tile, data + offset, size,
-                                                                      scratch, all_steps, changed);
+                                                                      scratch, next, capacity - total);
       if (found < 1) return false;
       total += found;
     }
     offset += size;
-    return total <= capacity;
+    return true;
   });
   if (!sound) return -1;
-  int64_t n = 0;
-  for (int64_t w = 0; w < words; ++w)
-    for (uint64_t mask = changed[w]; mask != 0; mask &= mask - 1) {
-      const int64_t position = 64 * w + __builtin_ctzll(mask);
-      positions[n] = static_cast<uint32_t>(position);
-      steps[n++] = all_steps[position];
-    }
-  return n;
+  all.order(total, positions, steps);
+  return total;
 }
 
 template <typename T>
@@ -291,13 +314,12 @@ VDS_API int vds_ctx_model(int classes, const uint8_t* last, const uint16_t* gaps
 }
 
 // Bytes of scratch for any of the functions below, for a block of `elements` in so many strips and tiles, with n changes.
-VDS_API int64_t vds_ctx_scratch_size(int width, int64_t elements, int64_t strips, int64_t tiles, int64_t n) {
+VDS_API int64_t vds_ctx_scratch_size(int64_t elements, int64_t strips, int64_t tiles, int64_t n) {
   Arena encoding(nullptr), decoding(nullptr);
   tile_scratch(encoding);
   Sorted<uint32_t>(encoding, strips, tiles, n);
   tile_scratch(decoding);
-  decoding.take<uint64_t>((elements + 63) / 64);
-  decoding.take<uint8_t>(elements * width);
+  Unordered<uint32_t>(decoding, elements, n);
   return encoding.used() > decoding.used() ? encoding.used() : decoding.used();
 }
 

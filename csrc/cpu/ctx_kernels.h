@@ -11,8 +11,8 @@ struct Scratch {
   uint8_t* contexts;   // kTileElements + 64
   uint32_t* elements;  // kTileElements
   uint32_t* codes;     // 2 kTileElements + kMaxClasses
-  uint16_t* words;     // as many
-  uint8_t* raw;        // 8 kTileElements
+  uint16_t* words;     // one more
+  uint8_t* raw;        // 8 kTileElements + 8
 };
 
 // The changed elements of a tile, ascending, as indices into its elements in row-major order.
@@ -30,11 +30,18 @@ struct Old {
   int64_t row_length;
 };
 
+// Where changes go: positions in the block, and steps.
+template <typename T>
+struct Changed {
+  uint32_t* positions;
+  T* steps;
+};
+
 template <typename T>
 struct TileKernels {
-  // Marks in `changed` which elements of the block change, and writes their steps. Returns how many, or -1 if malformed.
-  int64_t (*decode[2])(const Model&, const Old<T>&, const Tile&, const uint8_t* data, int64_t size, const Scratch&, T* steps,
-                       uint64_t* changed);
+  // Writes the tile's changes, class by class. Returns how many, or -1 if it is malformed or there is no room for them.
+  int64_t (*decode[2])(const Model&, const Old<T>&, const Tile&, const uint8_t* data, int64_t size, const Scratch&,
+                       const Changed<T>& out, int64_t room);
   // Writes the tile's bytes and returns their number, or -1 if there is no room.
   int64_t (*encode)(const Model&, const Old<T>&, const Tile&, const TileChanges<T>&, int lanes, const Scratch&, uint8_t* out,
                     int64_t room);

@@ -5,53 +5,70 @@ namespace {
 
 using namespace vds::ctx;
 
-// Which of 64 contexts lie in low ... high.
-inline uint64_t members(const uint8_t* contexts, uint8_t low, uint8_t high) {
-#if defined(__AVX2__)
-  const __m256i least = _mm256_set1_epi8(static_cast<char>(low)), most = _mm256_set1_epi8(static_cast<char>(high));
-  uint64_t mask = 0;
-  for (int i = 0; i < 2; ++i) {
-    const __m256i x = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(contexts) + i);
-    const __m256i inside = _mm256_cmpeq_epi8(_mm256_min_epu8(_mm256_max_epu8(x, least), most), x);
-    mask |= static_cast<uint64_t>(static_cast<uint32_t>(_mm256_movemask_epi8(inside))) << (32 * i);
-  }
-  return mask;
-#elif defined(__SSE2__)
-  const __m128i least = _mm_set1_epi8(static_cast<char>(low)), most = _mm_set1_epi8(static_cast<char>(high));
-  uint64_t mask = 0;
-  for (int i = 0; i < 4; ++i) {
-    const __m128i x = _mm_loadu_si128(reinterpret_cast<const __m128i*>(contexts) + i);
-    const __m128i inside = _mm_cmpeq_epi8(_mm_min_epu8(_mm_max_epu8(x, least), most), x);
-    mask |= static_cast<uint64_t>(static_cast<uint32_t>(_mm_movemask_epi8(inside))) << (16 * i);
-  }
-  return mask;
-#else
-  uint64_t mask = 0;
-  for (int i = 0; i < 64; ++i) mask |= static_cast<uint64_t>(contexts[i] >= low && contexts[i] <= high) << i;
-  return mask;
-#endif
-}
+// The contexts low ... high.
+class Range {
+ public:
+  Range(uint32_t low, uint32_t high)
+      : low_(static_cast<uint8_t>(low)), width_(static_cast<uint8_t>(high - low)) {}
 
-// How many of 64 n contexts, n at most 255, lie in low ... high.
-inline uint32_t count_members(const uint8_t* contexts, int64_t n, uint8_t low, uint8_t high) {
+  // Which of 64 contexts lie in it.
+  uint64_t members(const uint8_t* contexts) const {
 #if defined(__AVX2__)
-  const __m256i least = _mm256_set1_epi8(static_cast<char>(low)), most = _mm256_set1_epi8(static_cast<char>(high));
-  __m256i first = _mm256_setzero_si256(), second = first;
-  for (int64_t i = 0; i < n; ++i) {
-    const __m256i x = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(contexts) + 2 * i);
-    const __m256i y = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(contexts) + 2 * i + 1);
-    first = _mm256_sub_epi8(first, _mm256_cmpeq_epi8(_mm256_min_epu8(_mm256_max_epu8(x, least), most), x));
-    second = _mm256_sub_epi8(second, _mm256_cmpeq_epi8(_mm256_min_epu8(_mm256_max_epu8(y, least), most), y));
-  }
-  const __m256i sums = _mm256_add_epi64(_mm256_sad_epu8(first, _mm256_setzero_si256()), _mm256_sad_epu8(second, _mm256_setzero_si256()));
-  const __m128i half = _mm_add_epi64(_mm256_castsi256_si128(sums), _mm256_extracti128_si256(sums, 1));
-  return static_cast<uint32_t>(_mm_cvtsi128_si64(half) + _mm_extract_epi64(half, 1));
+    const Others others(*this);
+    const uint64_t first = static_cast<uint32_t>(_mm256_movemask_epi8(others(contexts)));
+    const uint64_t second = static_cast<uint32_t>(_mm256_movemask_epi8(others(contexts + 32)));
+    return ~(first | second << 32);
+#elif defined(__SSE2__)
+    const __m128i low = _mm_set1_epi8(static_cast<char>(low_ + 128)), most = _mm_set1_epi8(static_cast<char>(width_ - 128));
+    uint64_t others = 0;
+    for (int i = 0; i < 4; ++i) {
+      const __m128i x = _mm_loadu_si128(reinterpret_cast<const __m128i*>(contexts) + i);
+      const int outside = _mm_movemask_epi8(_mm_cmpgt_epi8(_mm_sub_epi8(x, low), most));
+      others |= static_cast<uint64_t>(static_cast<uint32_t>(outside)) << (16 * i);
+    }
+    return ~others;
 #else
-  uint32_t count = 0;
-  for (int64_t i = 0; i < n; ++i) count += static_cast<uint32_t>(__builtin_popcountll(members(contexts + 64 * i, low, high)));
-  return count;
+    uint64_t mask = 0;
+    for (int i = 0; i < 64; ++i) mask |= static_cast<uint64_t>(static_cast<uint8_t>(contexts[i] - low_) <= width_) << i;
+    return mask;
 #endif
-}
+  }
+
+  // How many of 64 n contexts, n at most 255, do.
+  uint32_t count(const uint8_t* contexts, int64_t n) const {
+#if defined(__AVX2__)
+    const Others others(*this);
+    __m256i first = _mm256_setzero_si256(), second = first;  // both count down from zero
+    for (int64_t i = 0; i < n; ++i, contexts += 64) {
+      first = _mm256_sub_epi8(first, others(contexts));
+      second = _mm256_sub_epi8(second, others(contexts + 32));
+    }
+    const __m256i zero = _mm256_setzero_si256();
+    const __m256i sums = _mm256_add_epi64(_mm256_sad_epu8(first, zero), _mm256_sad_epu8(second, zero));
+    const __m128i half = _mm_add_epi64(_mm256_castsi256_si128(sums), _mm256_extracti128_si256(sums, 1));
+    return static_cast<uint32_t>(64 * n - _mm_cvtsi128_si64(half) - _mm_extract_epi64(half, 1));
+#else
+    uint32_t found = 0;
+    for (int64_t i = 0; i < n; ++i) found += static_cast<uint32_t>(__builtin_popcountll(members(contexts + 64 * i)));
+    return found;
+#endif
+  }
+
+ private:
+#if defined(__AVX2__)
+  // All ones where one of 32 contexts is not in the range: counted from `low`, as a signed number, it is above `most`.
+  struct Others {
+    explicit Others(const Range& range)
+        : low(_mm256_set1_epi8(static_cast<char>(range.low_ + 128))), most(_mm256_set1_epi8(static_cast<char>(range.width_ - 128))) {}
+    __m256i operator()(const uint8_t* contexts) const {
+      const __m256i x = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(contexts));
+      return _mm256_cmpgt_epi8(_mm256_sub_epi8(x, low), most);
+    }
+    __m256i low, most;
+  };
+#endif
+  uint8_t low_, width_;
+};
 
 // The index of the bit of `mask` that has `before` set bits below it; there is one.
 inline int select_bit(uint64_t mask, int before) {
@@ -116,13 +133,13 @@ class Source {
     const uint32_t slot = state & (kTotal - 1);
     symbol = slots[slot];
     state = (codes[symbol] & 0x1FFF) * (state >> kScale) + slot - (codes[symbol] >> 16);
-    if (state < kFloor) {
-      if (end_ - at_ < 2) return false;
-      uint16_t word;
-      std::memcpy(&word, at_, 2);
-      at_ += 2;
-      state = state << 16 | word;
-    }
+    // Whether a word is due is as good as random: taken without a branch wherever there is one.
+    const bool due = state < kFloor;
+    if (end_ - at_ < 2) return !due;
+    uint16_t word;
+    std::memcpy(&word, at_, 2);
+    state = due ? state << 16 | word : state;
+    at_ += due ? 2 : 0;
     return true;
   }
 
@@ -158,9 +175,7 @@ class Source {
 class Walk {
  public:
   Walk(const uint8_t* contexts, int64_t elements, const Class& of)
-      : contexts_(contexts), last_((elements - 1) >> 6), low_(static_cast<uint8_t>(of.low)), high_(static_cast<uint8_t>(of.high)) {
-    mask_ = members(contexts_, low_, high_);
-  }
+      : contexts_(contexts), last_((elements - 1) >> 6), range_(of.low, of.high), mask_(range_.members(contexts)) {}
 
   // The element behind `gap` further members, or false when there is none within whole words.
   bool skip(uint32_t gap, uint32_t& element) {
@@ -169,13 +184,13 @@ class Walk {
       gap -= here;
       int64_t word = word_ + 1;
       for (; gap >= 256 && word + 4 <= last_; word += 4) {
-        const uint32_t four = count_members(contexts_ + 64 * word, 4, low_, high_);
+        const uint32_t four = range_.count(contexts_ + 64 * word, 4);
         if (gap < four) break;
         gap -= four;
       }
       for (;; ++word) {
         if (word > last_) return false;
-        mask_ = members(contexts_ + 64 * word, low_, high_);
+        mask_ = range_.members(contexts_ + 64 * word);
         here = static_cast<uint32_t>(__builtin_popcountll(mask_));
         if (gap < here) break;
         gap -= here;
@@ -195,10 +210,10 @@ class Walk {
       count_ += static_cast<uint32_t>(__builtin_popcountll(mask_));
       for (++word_; word_ < word;) {
         const int64_t n = word - word_ < 255 ? word - word_ : 255;
-        count_ += count_members(contexts_ + 64 * word_, n, low_, high_);
+        count_ += range_.count(contexts_ + 64 * word_, n);
         word_ += n;
       }
-      mask_ = members(contexts_ + 64 * word_, low_, high_);
+      mask_ = range_.members(contexts_ + 64 * word_);
     }
     return count_ + static_cast<uint32_t>(__builtin_popcountll(mask_ & ((1ull << (element & 63)) - 1)));
   }
@@ -206,7 +221,7 @@ class Walk {
  private:
   const uint8_t* contexts_;
   int64_t last_, word_ = 0;
-  uint8_t low_, high_;
+  Range range_;
   uint32_t count_ = 0;
   uint64_t mask_;
 };
@@ -217,7 +232,7 @@ int64_t decode_gaps(Source& source, uint32_t* states, const Class& of, const uin
   Walk walk(contexts, elements, of);
   for (int64_t i = 0;; ++i) {
     uint32_t gap, raw = 0;
-    if (!source.symbol(states[i % lanes], of.gap_slots, of.gap_codes, gap)) return -1;
+    if (!source.symbol(states[i & (lanes - 1)], of.gap_slots, of.gap_codes, gap)) return -1;
     if (gap == kGapEnd) return i;
     if (gap >= kExact) {
       const bool escape = gap == kGapEscape;
@@ -230,10 +245,10 @@ int64_t decode_gaps(Source& source, uint32_t* states, const Class& of, const uin
 
 template <typename T, int lanes>
 bool decode_steps(Source& source, uint32_t* states, const Class& of, const Places& places, const T* block, const uint32_t* found,
-                  int64_t n, T* steps, uint64_t* changed) {
+                  int64_t n, const Changed<T>& out) {
   for (int64_t i = 0; i < n; ++i) {
     uint32_t symbol, raw;
-    if (!source.symbol(states[i % lanes], of.step_slots, of.step_codes, symbol)) return false;
+    if (!source.symbol(states[i & (lanes - 1)], of.step_slots, of.step_codes, symbol)) return false;
     T z = static_cast<T>(symbol);
     if (symbol >= 2 * kExact) {
       const bool escape = symbol == kStepEscape;
@@ -243,15 +258,15 @@ bool decode_steps(Source& source, uint32_t* states, const Class& of, const Place
       z = escape ? static_cast<T>(raw) : static_cast<T>(size << 1 | (symbol & 1));
     }
     const int64_t place = places(found[i]);
-    changed[place >> 6] |= 1ull << (place & 63);
-    steps[place] = oriented(unfold_step(z), block[place]);
+    out.positions[i] = static_cast<uint32_t>(place);
+    out.steps[i] = oriented(unfold_step(z), block[place]);
   }
   return true;
 }
 
 template <typename T, int lanes>
 int64_t decode_tile(const Model& model, const Old<T>& old, const Tile& tile, const uint8_t* data, int64_t size,
-                    const Scratch& scratch, T* steps, uint64_t* changed) {
+                    const Scratch& scratch, const Changed<T>& out, int64_t room) {
   Source source(data, size);
   uint32_t states[lanes];
   if (!source.states(states, lanes)) return -1;
@@ -262,7 +277,9 @@ int64_t decode_tile(const Model& model, const Old<T>& old, const Tile& tile, con
   for (uint32_t c = 0; c < model.classes; ++c) {
     const Class& of = model.of[c];
     const int64_t n = decode_gaps<lanes>(source, states, of, scratch.contexts, elements, scratch.elements);
-    if (n < 0 || !decode_steps<T, lanes>(source, states, of, places, old.bits, scratch.elements, n, steps, changed)) return -1;
+    if (n < 0 || n > room - total) return -1;
+    const Changed<T> own{out.positions + total, out.steps + total};
+    if (!decode_steps<T, lanes>(source, states, of, places, old.bits, scratch.elements, n, own)) return -1;
     total += n;
   }
   for (int i = 0; i < lanes; ++i)
@@ -277,10 +294,15 @@ class Symbols {
 
   // A code is frequency | first slot << 16; the lane goes between them.
   void add(uint32_t code, int64_t lane) { codes_[count_++] = code | static_cast<uint32_t>(lane) << 13; }
+  // At most 32 bits. `raw_` has room for 8 bytes more than are used.
   void add_raw(uint32_t bits, int count) {
     window_ |= static_cast<uint64_t>(bits) << filled_;
     filled_ += count;
-    for (; filled_ >= 8; filled_ -= 8, window_ >>= 8) raw_[raw_bytes_++] = static_cast<uint8_t>(window_);
+    std::memcpy(raw_ + raw_bytes_, &window_, 8);
+    const int whole = filled_ & ~7;
+    raw_bytes_ += whole >> 3;
+    window_ >>= whole;
+    filled_ -= whole;
   }
 
   // Writes the tile and returns its size, or -1 if it takes more than `room`. `words` has room for one word a symbol.
@@ -290,12 +312,13 @@ class Symbols {
     int64_t emitted = 0;
     for (int64_t i = count_; i-- > 0;) {
       const uint32_t frequency = codes_[i] & 0x1FFF, start = codes_[i] >> 16;
-      uint32_t& state = states[codes_[i] >> 13 & 7];
-      if (static_cast<uint64_t>(state) >= static_cast<uint64_t>(frequency) << (32 - kScale)) {
-        words[emitted++] = static_cast<uint16_t>(state);
-        state >>= 16;
-      }
-      state = ((state / frequency) << kScale) + state % frequency + start;
+      uint32_t state = states[codes_[i] >> 13 & 7];
+      const bool due = static_cast<uint64_t>(state) >= static_cast<uint64_t>(frequency) << (32 - kScale);
+      words[emitted] = static_cast<uint16_t>(state);
+      emitted += due;
+      state = due ? state >> 16 : state;
+      const uint32_t quotient = state / frequency;
+      states[codes_[i] >> 13 & 7] = (quotient << kScale) + (state - quotient * frequency) + start;
     }
     if (4 * lanes + 2 * emitted + raw_bytes_ > room) return -1;
     uint8_t* at = out;
@@ -317,12 +340,12 @@ class Symbols {
 // Turns gaps and steps into symbols of a model, escaping those that it gives no frequency.
 class Coder {
  public:
-  Coder(const Model& model, int lanes, Symbols& symbols) : model_(model), lanes_(lanes), symbols_(symbols) {}
+  Coder(const Model& model, int lanes, Symbols& symbols) : model_(model), last_lane_(lanes - 1), symbols_(symbols) {}
   void gap(uint32_t c, uint32_t gap, int64_t i) {
     const Magnitude m = magnitude(gap);
     put(model_.of[c].gap_codes, m.symbol, m.bits, m.raw, kGapEscape, kGapBits, gap, i);
   }
-  void end(uint32_t c, int64_t i) { symbols_.add(model_.of[c].gap_codes[kGapEnd], i % lanes_); }
+  void end(uint32_t c, int64_t i) { symbols_.add(model_.of[c].gap_codes[kGapEnd], i & last_lane_); }
   template <typename T>
   void step(uint32_t c, T z, int64_t i) {
     const Magnitude m = magnitude(z >> 1);
@@ -332,11 +355,11 @@ class Coder {
  private:
   void put(const uint32_t* codes, uint32_t symbol, int bits, uint32_t raw, uint32_t escape, int escape_bits, uint32_t whole, int64_t i) {
     const bool known = codes[symbol] != 0;
-    symbols_.add(codes[known ? symbol : escape], i % lanes_);
+    symbols_.add(codes[known ? symbol : escape], i & last_lane_);
     symbols_.add_raw(known ? raw : whole, known ? bits : escape_bits);
   }
   const Model& model_;
-  int lanes_;
+  int last_lane_;  // of 1 or kMaxLanes
   Symbols& symbols_;
 };
 

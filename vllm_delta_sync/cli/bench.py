@@ -15,7 +15,7 @@ from rich.console import Console
 from vllm_delta_sync import native
 from vllm_delta_sync.cli import output
 from vllm_delta_sync.cli.bench_codecs import encode, memory, wire
-from vllm_delta_sync.cli.bench_input import Cache, Data, DataName, New, Old, Rounds, checkpoints
+from vllm_delta_sync.cli.bench_input import Cache, DataName, New, Old, Rounds, checkpoints
 from vllm_delta_sync.errors import ConfigError
 
 app = typer.Typer(
@@ -28,10 +28,26 @@ app.command()(memory)
 
 
 @app.command()
+def data(cache: Cache = Path(".cache"), json: output.AsJson = False) -> None:
+    """Make the updates that are measured on: cold, warm, sparse and dense."""
+    from vllm_delta_sync.bench.data import Data, changed, made
+
+    found = {kind.value: made(kind, cache.absolute()) for kind in Data}
+    rows = {kind: {"old": str(old), "new": str(new), **asdict(changed(old, new))} for kind, (old, new) in found.items()}
+    if json:
+        output.print_json(rows)
+        return
+    console = Console(soft_wrap=True, highlight=False)
+    for kind, row in rows.items():
+        console.print(f"{kind:8}{row['changed']:12,} of {row['elements']:,} elements change, {row['density']:.3%}")
+        console.print(f"        {row['old']}  →  {row['new']}")
+
+
+@app.command()
 def apply(
     old: Old = None,
     new: New = None,
-    data: DataName = Data.COLD,
+    data: DataName = "cold",
     threads: Annotated[int, typer.Option(min=1, help="CPU threads of each contender.")] = 1,
     rounds: Rounds = 9,
     cache: Cache = Path(".cache"),
@@ -59,7 +75,7 @@ def apply(
 def hash(
     old: Old = None,
     new: New = None,
-    data: DataName = Data.COLD,
+    data: DataName = "cold",
     rounds: Rounds = 9,
     cache: Cache = Path(".cache"),
     json: output.AsJson = False,
@@ -81,7 +97,7 @@ def hash(
 def fetch(
     old: Old = None,
     new: New = None,
-    data: DataName = Data.COLD,
+    data: DataName = "cold",
     cache: Cache = Path(".cache"),
     json: output.AsJson = False,
 ) -> None:

@@ -14,7 +14,7 @@ from rich.table import Table
 
 from vllm_delta_sync import native
 from vllm_delta_sync.cli import output
-from vllm_delta_sync.cli.bench_input import Cache, Data, DataName, New, Old, Rounds, checkpoints
+from vllm_delta_sync.cli.bench_input import Cache, DataName, New, Old, Rounds, checkpoints
 
 if TYPE_CHECKING:
     from vllm_delta_sync.bench.encode import EncodeSpeeds
@@ -26,7 +26,7 @@ _MISSING = "not installed: pip install fireworks-delta-compression"
 def wire(
     old: Old = None,
     new: New = None,
-    data: DataName = Data.COLD,
+    data: DataName = "cold",
     cache: Cache = Path(".cache"),
     json: output.AsJson = False,
 ) -> None:
@@ -64,7 +64,7 @@ def _sizes(sizes: WireSizes) -> Table:
 def encode(
     old: Old = None,
     new: New = None,
-    data: DataName = Data.COLD,
+    data: DataName = "cold",
     threads: Annotated[int, typer.Option(min=1, help="CPU threads of ours and of torch.")] = 1,
     rounds: Rounds = 5,
     cache: Cache = Path(".cache"),
@@ -103,7 +103,7 @@ def _speeds(speeds: EncodeSpeeds) -> Table:
 def memory(
     old: Old = None,
     new: New = None,
-    data: DataName = Data.COLD,
+    data: DataName = "cold",
     cache: Cache = Path(".cache"),
     json: output.AsJson = False,
 ) -> None:

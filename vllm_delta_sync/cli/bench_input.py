@@ -5,7 +5,6 @@ Does not measure anything.
 
 from __future__ import annotations
 
-from enum import StrEnum
 from pathlib import Path
 from typing import Annotated
 
@@ -13,22 +12,12 @@ import typer
 
 from vllm_delta_sync.errors import ConfigError
 
-
-class Data(StrEnum):
-    """The names of `bench.data`, which needs torch and is therefore not imported for a `--help`."""
-
-    COLD = "cold"
-    WARM = "warm"
-    SPARSE = "sparse"
-    DENSE = "dense"
-
-
 Old = Annotated[
     Path | None, typer.Argument(help="Directory of the older checkpoint; without it, --data says what is measured.")
 ]
 New = Annotated[Path | None, typer.Argument(help="Directory of the newer checkpoint.")]
 DataName = Annotated[
-    Data,
+    str,
     typer.Option(
         "--data",
         help="Which update of SmolLM2-135M: a real step whose master weights began at the bf16 ones (cold) or anywhere "
@@ -39,12 +28,12 @@ Cache = Annotated[Path, typer.Option(help="Folder in which that update is made o
 Rounds = Annotated[int, typer.Option(min=1, help="Turns; the median counts.")]
 
 
-def checkpoints(old: Path | None, new: Path | None, data: Data, cache: Path) -> tuple[Path, Path]:
-    """The directories of the older and the newer checkpoint; raises ConfigError when only one was given."""
+def checkpoints(old: Path | None, new: Path | None, data: str, cache: Path) -> tuple[Path, Path]:
+    """The directories of the older and the newer checkpoint; raises ConfigError when only one was given, or `data` is unknown."""
     if old is not None and new is not None:
         return old, new
     if old is not None:
         raise ConfigError("give both checkpoints, OLD and NEW, or neither")
-    from vllm_delta_sync.bench import data as updates
+    from vllm_delta_sync.bench.data import made
 
-    return updates.make(updates.Data(data), cache.absolute())
+    return made(data, cache.absolute())

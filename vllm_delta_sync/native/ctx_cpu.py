@@ -34,8 +34,8 @@ def _memory(size: int) -> U8:
     return memory
 
 
-def _scratch_size(width: int, grid: CtxGrid, changed: int) -> int:
-    return int(_lib.vds_ctx_scratch_size(width, grid.elements, len(grid.strips), grid.tiles, changed))
+def _scratch_size(grid: CtxGrid, changed: int) -> int:
+    return int(_lib.vds_ctx_scratch_size(grid.elements, len(grid.strips), grid.tiles, changed))
 
 
 def ctx_model(last: U8, gaps: U16, steps: U16) -> CtxModel:
@@ -58,7 +58,7 @@ def ctx_encode(model: CtxModel, old: Bits, grid: CtxGrid, changes: Changes, room
     width = check_block(grid, old)
     check_cover(grid)
     check_changes(grid, old, changes)
-    spans, scratch = np.zeros((grid.tiles, 2), np.int64), _scratch_size(width, grid, changes.positions.size)
+    spans, scratch = np.zeros((grid.tiles, 2), np.int64), _scratch_size(grid, changes.positions.size)
     memory = _memory(scratch + room)
     size = _lib.vds_ctx_encode(
         width, model.prepared.ctypes.data, old.ctypes.data, grid.rows, grid.row_length, grid.strips.ctypes.data,
@@ -86,7 +86,7 @@ def ctx_decode(
     found = _lib.vds_ctx_decode(
         width, model.prepared.ctypes.data, old.ctypes.data, grid.rows, grid.row_length, grid.strips.ctypes.data,
         len(grid.strips), stated.ctypes.data, wanted.ctypes.data, data.ctypes.data,
-        _memory(_scratch_size(width, grid, 0)).ctypes.data, positions.ctypes.data, steps.ctypes.data, positions.size,
+        _memory(_scratch_size(grid, positions.size)).ctypes.data, positions.ctypes.data, steps.ctypes.data, positions.size,
     )  # fmt: skip
     if found < 0:
         raise MalformedObject(f"a ctx tile of {grid.tiles} is malformed, or they hold more than {changed} changes")
@@ -97,7 +97,7 @@ def ctx_tally(model: CtxModel, old: Bits, grid: CtxGrid, changes: Changes, to: T
     """Add the symbols of the changes in the grid's strips, by class of the model; its tiles' ends among them."""
     width = check_block(grid, old)
     check_changes(grid, old, changes)
-    memory = _memory(_scratch_size(width, grid, changes.positions.size))
+    memory = _memory(_scratch_size(grid, changes.positions.size))
     _lib.vds_ctx_tally(
         width, model.prepared.ctypes.data, old.ctypes.data, grid.rows, grid.row_length, grid.strips.ctypes.data,
         len(grid.strips), changes.positions.ctypes.data, changes.old.ctypes.data, changes.new.ctypes.data,

@@ -43,7 +43,7 @@ CPU_FUNCTIONS: dict[str, tuple[Any, list[Any]]] = {
     "vds_map_positions": (c_int64, [_U32, c_int64, c_int64, c_int, _I64, _I64, _I64, _U32, _I64]),
     "vds_ctx_model_size": (c_int64, [c_int]),
     "vds_ctx_model": (c_int, [c_int, _U8, _U16, _U16, c_void_p]),
-    "vds_ctx_scratch_size": (c_int64, [c_int, c_int64, c_int64, c_int64, c_int64]),
+    "vds_ctx_scratch_size": (c_int64, [c_int64, c_int64, c_int64, c_int64]),
     "vds_ctx_encode": (c_int64, [*_CTX_BLOCK, *_CTX_CHANGES, c_void_p, _U8, c_int64, _I64]),
     "vds_ctx_decode": (c_int64, [*_CTX_BLOCK, _I64, _U8, _U8, c_void_p, _U32, c_void_p, c_int64]),
     "vds_ctx_tally": (c_int64, [*_CTX_BLOCK, *_CTX_CHANGES, c_void_p, _I64, _I64]),

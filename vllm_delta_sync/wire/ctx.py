@@ -23,7 +23,7 @@ from vllm_delta_sync.wire.tensors import TensorSpec
 
 SAMPLES = 64  # blocks that a model is made from, at most
 SURVEYED = 16  # one in so many of their elements is looked at to make classes of contexts
-CLASS_BITS = 2000.0  # what a class costs: its frequencies, and its end in every tile
+CLASS_BITS, END_BITS = 500.0, 5.0  # what a class costs, about: once for its frequencies, and its end in every tile
 
 
 class _Tensors(Protocol):
@@ -85,13 +85,14 @@ def make_model(samples: Callable[[], Iterator[Sample]], share: float) -> CtxMode
         samples: gives the chosen blocks; asked twice, so that only one needs to be in memory at a time.
         share: of all blocks that the samples are.
     """
-    contexts = native.Tally.of_contexts()
+    contexts, tiles = native.Tally.of_contexts(), 0
     for sample in samples():
+        tiles += _grid(sample.spec, sample.start, sample.old.size, sample.dim).tiles
         # The first of every block: for contexts one place is as good as another.
         count = -(-sample.old.size // SURVEYED)
         part = _between(sample.changes, 0, count)
         native.ctx_survey(sample.old[:count], part.old, part.new, contexts)
-    last = ctx_model.classes(contexts.gaps, contexts.steps, CLASS_BITS * share / SURVEYED)
+    last = ctx_model.classes(contexts.gaps, contexts.steps, (CLASS_BITS * share + END_BITS * tiles) / SURVEYED)
     flat = np.zeros((last.size, STEP_SYMBOLS), np.uint16)
     flat[:, 0] = TOTAL
     classes, found = native.ctx_model(last, flat[:, :GAP_SYMBOLS], flat), native.Tally.of_classes(last.size)

@@ -9,11 +9,9 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from vllm_delta_sync.bench import apply, fetch, hash, step
+from vllm_delta_sync.bench import apply, data, fetch, hash, step
 from vllm_delta_sync.bench.clock import interleaved
-from vllm_delta_sync.bench.data import Data
-from vllm_delta_sync.cli import bench_input
-from vllm_delta_sync.errors import BaseMismatch
+from vllm_delta_sync.errors import BaseMismatch, ConfigError
 
 
 def checkpoint(folder: Path, **tensors: torch.Tensor) -> Path:
@@ -54,10 +52,6 @@ def test_checkpoints_that_cannot_be_one_step_are_refused(tmp_path: Path) -> None
         apply.read_step(wide, checkpoint(tmp_path / "wider", a=weight.float() + 1))
 
 
-def test_updates_are_chosen_by_the_names_that_there_are() -> None:
-    assert set(bench_input.Data) == set(Data)
-
-
 def test_the_hash_is_reported_beside_the_read_speed(tmp_path: Path) -> None:
     speed = hash.measure(checkpoint(tmp_path / "one", a=torch.zeros(100_000, dtype=torch.bfloat16)), rounds=1)
     assert asdict(speed).keys() == {"hash_gb_s", "read_gb_s"}
@@ -81,3 +75,17 @@ def test_two_nodes_fetch_what_each_of_them_holds(tmp_path: Path) -> None:
         rel=0.05,
     )
     assert all(node.fetched <= 1.1 * node.needed for node in nodes)
+
+
+def test_a_jittered_number_is_anywhere_in_its_rounding_cell_and_rounds_to_itself() -> None:
+    every = torch.arange(0, 1 << 16, dtype=torch.int32).to(torch.int16).view(torch.bfloat16)
+    finite = every[every.isfinite() & (every.abs() < 1e38)]
+    moved = data.jittered(finite, torch.Generator().manual_seed(3))
+    back = moved.to(torch.bfloat16)
+    assert torch.equal(back, finite) and torch.equal(back.view(torch.int16) == finite.view(torch.int16), finite != 0)
+    assert (moved > finite.float()).float().mean() == pytest.approx(0.5, abs=0.02)
+
+
+def test_data_that_there_is_not_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="cold, warm, sparse, dense"):
+        data.made("hot", tmp_path)
