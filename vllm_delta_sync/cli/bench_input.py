@@ -29,7 +29,7 @@ Rounds = Annotated[int, typer.Option(min=1, help="Turns; the median counts.")]
 
 
 def checkpoints(old: Path | None, new: Path | None, data: str, cache: Path) -> tuple[Path, Path]:
-    """The directories of the older and the newer checkpoint; raises ConfigError when only one was given, or `data` is unknown."""
+    """Directories of the older and the newer checkpoint; raises ConfigError for one alone, or an unknown `data`."""
     if old is not None and new is not None:
         return old, new
     if old is not None:
