@@ -82,11 +82,12 @@ def ctx_decode(
     check_cover(grid)
     check_sizes(grid, sizes, lanes, data, wanted)
     positions, steps = np.empty(max(0, changed), np.uint32), np.empty(max(0, changed), old.dtype)
+    scratch = _memory(_scratch_size(grid, positions.size))
     stated = sizes << 1 | (lanes == MANY_LANES)
     found = _lib.vds_ctx_decode(
         width, model.prepared.ctypes.data, old.ctypes.data, grid.rows, grid.row_length, grid.strips.ctypes.data,
         len(grid.strips), stated.ctypes.data, wanted.ctypes.data, data.ctypes.data,
-        _memory(_scratch_size(grid, positions.size)).ctypes.data, positions.ctypes.data, steps.ctypes.data, positions.size,
+        scratch.ctypes.data, positions.ctypes.data, steps.ctypes.data, positions.size,
     )  # fmt: skip
     if found < 0:
         raise MalformedObject(f"a ctx tile of {grid.tiles} is malformed, or they hold more than {changed} changes")
