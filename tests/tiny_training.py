@@ -7,20 +7,21 @@ from __future__ import annotations
 
 import hashlib
 import threading
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable
 
 import numpy as np
 import torch
+from wrapped_store import WrappedStore
 
 from vllm_delta_sync.errors import Unavailable
 from vllm_delta_sync.log import DeltaLog
-from vllm_delta_sync.store import Content, ObjectInfo, Store
+from vllm_delta_sync.store import ObjectInfo, Store
 from vllm_delta_sync.wire.frames import Buffer
 
 State = dict[str, bytes]
 
 
-class TroubledStore:
+class TroubledStore(WrappedStore):
     """A store that passes everything on, except that chosen writes fail or wait.
 
     `fail`: key → whether this write fails; it is asked before each. `after`: fail only once the write has arrived.
@@ -28,24 +29,12 @@ class TroubledStore:
     """
 
     def __init__(self, inner: Store) -> None:
-        self.inner = inner
+        super().__init__(inner)
         self.fail: Callable[[str], bool] = lambda key: False
         self.after = False
         self.gate = threading.Event()
         self.gate.set()
         self.puts: list[str] = []
-
-    @property
-    def uri(self) -> str:
-        return self.inner.uri
-
-    @property
-    def conditional(self) -> bool:
-        return self.inner.conditional
-
-    @property
-    def metered(self) -> bool:
-        return self.inner.metered
 
     def put(self, key: str, data: Buffer, *, create: bool = False, over: str | None = None) -> ObjectInfo:
         assert self.gate.wait(20), "a test forgot to open the gate"
@@ -53,22 +42,10 @@ class TroubledStore:
         failing = self.fail(key)
         if failing and not self.after:
             raise Unavailable(f"{key}: the store is away")
-        info = self.inner.put(key, data, create=create, over=over)
+        info = super().put(key, data, create=create, over=over)
         if failing:
             raise Unavailable(f"{key}: the store is away")
         return info
-
-    def get(self, key: str, start: int = 0, end: int | None = None, *, content: Content | None = None) -> bytes:
-        return self.inner.get(key, start, end, content=content)
-
-    def head(self, key: str) -> ObjectInfo:
-        return self.inner.head(key)
-
-    def list(self, prefix: str = "") -> Iterator[str]:
-        return self.inner.list(prefix)
-
-    def delete(self, keys: Iterable[str]) -> None:
-        self.inner.delete(keys)
 
 
 class Tiny(torch.nn.Module):

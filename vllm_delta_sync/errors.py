@@ -183,6 +183,12 @@ class PublishError(DeltaSyncError):
     cause = "publish"
 
 
+class AnchorOutpaced(DeltaSyncError):
+    """Training changed more while a checkpoint was uploaded than the publisher remembers; it is tried again later."""
+
+    cause = "anchor_outpaced"
+
+
 class UnsettledWrite(PublishError):
     """Whether a version became the tip, durably, cannot be told; only a publisher that resumes from the log can."""
 

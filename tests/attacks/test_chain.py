@@ -17,6 +17,7 @@ from vllm_delta_sync.errors import DeltaSyncError, DigestMismatch, MalformedObje
 from vllm_delta_sync.log import DeltaLog, LogWriter
 from vllm_delta_sync.log import verify as checks
 from vllm_delta_sync.log.replica import Replica
+from vllm_delta_sync.log.route import Route
 from vllm_delta_sync.wire.catalog import Catalog
 from vllm_delta_sync.wire.manifest import BaseRef, LatestPointer
 from vllm_delta_sync.wire.table import VersionTable
@@ -209,6 +210,9 @@ def test_103_a_latest_that_states_another_version_than_its_manifest_is_refused(t
     for follow in (tiny.log.tip, lambda: LogWriter.attach(tiny.log)):
         with pytest.raises(VersionGap, match="LATEST says version 7"):
             follow()
+    for goal in (7, 2):  # where it says to go, and where a pin may say
+        with pytest.raises(VersionGap, match=r"version 3 where 7 must be.*LATEST must name the version"):
+            Route(tiny.log).next_hop(tiny.log.latest(), pointer.base, 0, goal)
 
 
 def other_spec(old: TensorSpec, change: str) -> TensorSpec:

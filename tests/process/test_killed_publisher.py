@@ -24,6 +24,7 @@ from tiny_training import digest, logged
 from vllm_delta_sync.errors import NotFound
 from vllm_delta_sync.log import DeltaLog
 from vllm_delta_sync.log.replica import Replica
+from vllm_delta_sync.log.schedule import FOLDS
 from vllm_delta_sync.log.tail import TipWatch
 from vllm_delta_sync.log.verify import verify
 from vllm_delta_sync.store import open_store
@@ -181,6 +182,9 @@ def test_killed_at_any_time_it_is_resumed_with_nothing_lost_and_a_follower_never
     follower.catch_up()
     assert follower.trouble is None
     check_followed(trainers, follower)
+    # What killed trainers did not come to fold, the last one did; of long folds only the newest.
+    recent = FOLDS.missing(follower.log.catalog(), max(1, tip + 2 - 20), tip + 2)
+    assert [(source, to) for source, to in recent if to - source == FOLDS.stride // 3] == []
 
 
 def check_followed(trainers: Trainers, follower: Beside) -> None:

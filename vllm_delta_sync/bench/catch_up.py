@@ -15,6 +15,7 @@ import numpy as np
 from vllm_delta_sync.bench.codings import WITHOUT_BASE, payload_bytes, write_log
 from vllm_delta_sync.bench.step import Model
 from vllm_delta_sync.bench.warm_walk import DRIFT, WarmWalk
+from vllm_delta_sync.errors import ConfigError
 from vllm_delta_sync.log import DeltaLog, FoldSchedule
 from vllm_delta_sync.log.folding import write_scheduled
 from vllm_delta_sync.log.layers import between
@@ -34,7 +35,7 @@ class CatchUp:
     worst: float  # bytes of the cheapest way over those of one fold of the whole way
     mean: float
     hops: int  # of the cheapest way, at most
-    objects: int  # fetched at most: LATEST, the catalog, each fold's or delta's shard, and each delta's manifest
+    objects: int  # fetched at most
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +44,7 @@ class Report:
 
     changed: float  # share of the elements, per version
     delta_bytes: float  # per version
-    fold_bytes: float  # per version
+    fold_bytes: float  # per version, once every fold of the schedule has versions to begin at
     ways: tuple[CatchUp, ...]
 
 
@@ -56,7 +57,13 @@ def measure(
     behind: Iterable[int],
     drift: float = DRIFT,
 ) -> Report:
-    """Write a walk of that many versions into an empty directory, fold it, and weigh the ways to catch up."""
+    """Write a walk of that many versions into an empty directory, fold it, and weigh the ways to catch up.
+
+    Raises ConfigError when the walk is too short for the folds.
+    """
+    warm = schedule.longest - 1  # versions without all folds
+    if versions <= warm:
+        raise ConfigError(f"a walk of {versions} versions has no fold of {warm + 1}; give more versions")
     models = list(WarmWalk(elements, drift=drift).models(versions))
     log = write(open_store(os.fspath(directory / "bucket")), directory / "base", models)
     write_scheduled(log, schedule, 1)
@@ -68,7 +75,7 @@ def measure(
     return Report(
         changed=float(np.mean([one.totals.changed / one.totals.elements for one in manifests[1:]])),
         delta_bytes=float(np.mean([one.totals.bytes for one in manifests[1:]])),
-        fold_bytes=sum(fold.totals.bytes for fold in folds) / versions,
+        fold_bytes=sum(fold.totals.bytes for fold in folds if fold.to > warm) / (versions - warm),
         ways=tuple(weigh(edges, ideal, distance, versions) for distance in behind),
     )
 
@@ -94,12 +101,25 @@ class Ideal:
 
 
 def weigh(edges: list[Edge], ideal: Ideal, behind: int, versions: int) -> CatchUp:
+    """What followers fetch from each start, the folds that are there at their tip given.
+
+    Objects are LATEST, the catalog, and of each hop its shard and the manifest at its end; a delta's is found from the
+    nearest one above it that the catalog names, or from the tip's, over all in between.
+    """
     ratios, hops, objects = [], [], []
     for tip in range(behind, versions + 1):
         start = tip - behind
-        within = [edge for edge in edges if edge.source is not None and edge.source >= start and edge.to <= tip]
-        way = plan(within, start, tip)
+        there = [edge for edge in edges if edge.source is not None and edge.to <= tip]
+        way = plan([edge for edge in there if edge.source is not None and edge.source >= start], start, tip)
+        named = {tip, *(edge.to for edge in there if not _is_delta(edge))}
+        manifests = {edge.to for edge in way}
+        for edge in filter(_is_delta, way):
+            manifests.update(range(edge.to, min(version for version in named if version >= edge.to) + 1))
         ratios.append(sum(edge.bytes for edge in way) / ideal.bytes(start, tip))
         hops.append(len(way))
-        objects.append(2 + len(way) + sum(edge.source == edge.to - 1 for edge in way))
+        objects.append(2 + len(way) + len(manifests))
     return CatchUp(behind, len(ratios), max(ratios), float(np.mean(ratios)), max(hops), max(objects))
+
+
+def _is_delta(edge: Edge) -> bool:
+    return edge.source == edge.to - 1

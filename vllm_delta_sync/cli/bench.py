@@ -13,10 +13,12 @@ import typer
 from rich.console import Console
 
 from vllm_delta_sync import native
-from vllm_delta_sync.cli import output
+from vllm_delta_sync.cli import output, schedule_options
 from vllm_delta_sync.cli.bench_codecs import encode, memory, wire
 from vllm_delta_sync.cli.bench_input import Cache, DataName, New, Old, Rounds, checkpoints
 from vllm_delta_sync.errors import ConfigError
+from vllm_delta_sync.log import FoldSchedule
+from vllm_delta_sync.log.schedule import FOLDS
 
 app = typer.Typer(
     add_completion=False, no_args_is_help=True, pretty_exceptions_enable=False, help="Measure this machine."
@@ -119,9 +121,10 @@ def fetch(
 
 @app.command("catch-up")
 def catch_up(
-    levels: Annotated[int, typer.Option(help="Folds of 2, 4, … 2^LEVELS versions.", min=0)] = 5,
-    reach: Annotated[int, typer.Option(help="Versions behind that one fold nearly covers; 0: none.", min=0)] = 100,
-    stride: Annotated[int, typer.Option(help="Versions between two of those.", min=1)] = 4,
+    power: schedule_options.Power = FOLDS.base,
+    levels: schedule_options.Levels = FOLDS.levels,
+    reach: schedule_options.Reach = FOLDS.reach,
+    stride: schedule_options.Stride = FOLDS.stride,
     elements: Annotated[int, typer.Option(help="Of the synthetic model, about.", min=1000)] = 1_300_000,
     versions: Annotated[int, typer.Option(help="Of the synthetic walk.", min=2)] = 196,
     drift: Annotated[
@@ -139,11 +142,10 @@ def catch_up(
     import tempfile
 
     from vllm_delta_sync.bench import catch_up as measurement
-    from vllm_delta_sync.log import FoldSchedule
 
     if max(behind) > versions:
         raise ConfigError(f"nobody can be {max(behind)} versions behind in a walk of {versions}; give more --versions")
-    schedule = FoldSchedule(levels=levels, reach=reach, stride=stride)
+    schedule = FoldSchedule(power, levels, reach, stride)
     with tempfile.TemporaryDirectory(prefix="vllm-delta-sync-") as directory:
         report = measurement.measure(
             Path(directory), schedule, elements=elements, versions=versions, behind=behind, drift=drift

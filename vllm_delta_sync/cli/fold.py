@@ -10,7 +10,7 @@ from typing import Annotated
 
 import typer
 
-from vllm_delta_sync.cli import output
+from vllm_delta_sync.cli import output, schedule_options
 from vllm_delta_sync.errors import ConfigError
 from vllm_delta_sync.log import DeltaLog
 from vllm_delta_sync.log.amend import amend
@@ -32,13 +32,10 @@ def fold(
     first: Annotated[
         int | None, typer.Option(help="With --schedule: the oldest version at which folds end.", min=1)
     ] = None,
-    levels: Annotated[
-        int, typer.Option(help="With --schedule: folds of 2, 4, … 2^LEVELS versions.", min=0)
-    ] = FOLDS.levels,
-    reach: Annotated[
-        int, typer.Option(help="With --schedule: versions behind that one fold nearly covers; 0: none.", min=0)
-    ] = FOLDS.reach,
-    stride: Annotated[int, typer.Option(help="With --schedule: versions between two of those.", min=1)] = FOLDS.stride,
+    power: schedule_options.Power = FOLDS.base,
+    levels: schedule_options.Levels = FOLDS.levels,
+    reach: schedule_options.Reach = FOLDS.reach,
+    stride: schedule_options.Stride = FOLDS.stride,
     threads: Annotated[int, typer.Option(help="CPU threads.", min=1)] = 1,
     run: Annotated[str | None, typer.Option(help="Id of the run; the current one when left out.")] = None,
     json: output.AsJson = False,
@@ -49,7 +46,7 @@ def fold(
     log = DeltaLog.open(uri, run)
     with output.progress() as show:
         if schedule:
-            wanted = FoldSchedule(levels=levels, reach=reach, stride=stride)
+            wanted = FoldSchedule(power, levels, reach, stride)
             made = write_scheduled(log, wanted, first, threads=threads, progress=show)
         else:
             if source is None or to is None or source == to:

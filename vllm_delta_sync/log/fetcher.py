@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 
 from vllm_delta_sync.errors import CacheError, DigestMismatch
+from vllm_delta_sync.log import payload as payloads
 from vllm_delta_sync.log import ranges
 from vllm_delta_sync.log.cache import NodeCache
 from vllm_delta_sync.log.download import Download
@@ -98,6 +99,10 @@ class Fetcher:
         data = held.view(_with_sha256(ref.sha256))
         self.cached_bytes += 0 if held.fetched else ref.size
         return data
+
+    def states(self, ref: Found, state_root: str) -> VersionTable:
+        """An anchor's table of all tensors' states, consistent with the state root of its version."""
+        return payloads.read_states(self._store.uri, ref, state_root, lambda: self.object(ref))
 
     def close(self) -> None:
         """Let the readers of this node no longer fetch for this one."""

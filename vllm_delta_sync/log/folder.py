@@ -28,6 +28,7 @@ from vllm_delta_sync.wire.catalog import Anchor, Catalog, Fold
 logger = logging.getLogger(__name__)
 
 _MOST_WAITING = 128  # versions; beyond, folding is slower than publishing, and the oldest get no folds
+_TAKEN_UP = 32  # versions before the one a publisher begins at, whose folds the one before may not have come to
 PATIENCE_S = 15.0
 """Seconds for which a catalog waits for the next version to be named with it, where every request counts."""
 
@@ -66,6 +67,9 @@ class _Bin:
 class Folder:
     """The thread that folds. Its methods return at once, except `close`.
 
+    It begins with the folds that are missing at the newest versions there are, which a publisher that was killed did
+    not come to.
+
     Args:
         writer: the publisher's; only what has to do with catalogs is called here, while `turn` is held.
         turn: held while anybody writes through the writer, which only one thread may do at a time.
@@ -92,6 +96,10 @@ class Folder:
         self._changed = threading.Condition()
         self._waiting: deque[tuple[int, Layer | None]] = deque()
         tip = End(writer.tip.version, writer.tip.state_root, writer.pointer.manifest)
+        if schedule is not None:
+            first = max(1, tip.version - _TAKEN_UP + 1)
+            self._waiting += [(version, None) for version in range(first, tip.version + 1)]
+        self._began = tip.version
         self._durable: deque[End] = deque([tip], maxlen=2 * _MOST_WAITING)
         self._stopping = False
         self._thread = threading.Thread(target=self._run, name="delta-sync-fold", daemon=True)
@@ -179,9 +187,9 @@ class Folder:
         if self._schedule is not None:
             with self._changed:
                 waiting = [later for later, _ in self._waiting]
-            for length in self._schedule.lengths(version, waiting):
-                folds += self._fold(version - length, version, into)
-        if self._anchorage is not None and version % self._anchorage.policy.every == 0:
+            for source, to in self._schedule.missing(self._shelf.catalog(), version, version, waiting):
+                folds += self._fold(source, to, into)
+        if self._anchorage is not None and version > self._began and version % self._anchorage.policy.every == 0:
             self._look(self._anchorage, version, into, folds, anchors)
 
     def _fold(self, source: int, to: int, into: _Bin) -> list[Fold]:
@@ -199,7 +207,7 @@ class Folder:
 
     def _look(self, anchorage: Anchorage, version: int, into: _Bin, folds: list[Fold], anchors: list[Anchor]) -> None:
         """Add the fold from the last anchor (or the base) to `folds`, or an anchor to `anchors` where that is due."""
-        origin = max((known.version for known in self._shelf.anchors() if known.version < version), default=0)
+        origin = max((known.version for known in self._shelf.catalog().anchors if known.version < version), default=0)
         try:
             folded = self._shelf.layer(origin, version).stored
         except (BaseNeeded, VersionGap) as error:

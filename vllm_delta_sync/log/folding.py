@@ -112,13 +112,7 @@ def write_scheduled(
     catalog = log.catalog(pointer)
     shelf = Shelf(log, pointer, threads=threads)
     begin = max(first if first is not None else pointer.version - NEAR, catalog.oldest, 1)
-    have = {(fold.source, fold.to) for fold in catalog.folds}
-    wanted = [
-        (to - length, to)
-        for to in range(begin, pointer.version + 1)
-        for length in schedule.lengths(to)
-        if (to - length, to) not in have
-    ]
+    wanted = schedule.missing(catalog, begin, pointer.version)
     made: list[Fold] = []
     totals = log.base(pointer).totals
     for number, (source, to) in enumerate(wanted):

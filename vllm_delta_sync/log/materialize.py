@@ -18,6 +18,8 @@ from vllm_delta_sync.log.route import Route
 
 if TYPE_CHECKING:
     from vllm_delta_sync.log.reader import DeltaLog
+    from vllm_delta_sync.wire.hop import Hop
+    from vllm_delta_sync.wire.manifest import LatestPointer
 
 
 def materialize(log: DeltaLog, version: int, base: Base = None, *, progress: Progress = silent) -> dict[str, Tensor]:
@@ -43,21 +45,50 @@ def reconstructed(
 ) -> Iterator[tuple[Replica, Path | Mapping[str, Tensor]]]:
     """A replica at a version, and the checkpoint that it began with; raises as `materialize` does."""
     pointer = log.latest()
+    first = log.base(pointer)
+    at = _beginning(log, pointer, base_bytes(first, base), version)
+    if at is not None:
+        with _from_anchor(log, pointer, at, version, progress) as found:
+            yield found
+        return
+    with base_directory(log, first, base) as found_base:
+        replica = Replica.at_base(log, pointer, found_base, progress)
+        replica.go_to(pointer, version, progress)
+        yield replica, found_base
+
+
+@contextmanager
+def reconstructed_without_base(log: DeltaLog, version: int) -> Iterator[tuple[Replica, Path]]:
+    """A replica at a version, by way of an anchor of the catalog, whatever is where the base should be, and its files.
+
+    Raises VersionGap when no anchor leads there, and else as `materialize` does.
+    """
+    pointer = log.latest()
+    at = _beginning(log, pointer, None, version)
+    if at is None:
+        raise VersionGap(f"{log.store.uri}: no anchor leads to version {version}")
+    with _from_anchor(log, pointer, at, version, silent) as found:
+        yield found
+
+
+def _beginning(log: DeltaLog, pointer: LatestPointer, base_bytes: int | None, version: int) -> Hop | None:
+    """The anchor to begin with, or None for the base, which costs so many bytes (None: is not to be had).
+
+    Raises VersionGap when there is no such version, or no way to it.
+    """
     if not 0 <= version <= pointer.version:
         raise VersionGap(f"{log.store.uri}: there is no version {version}; the log holds 0 to {pointer.version}")
-    first = log.base(pointer)
-    cost = base_bytes(first, base)
-    at = None
-    if cost is not None or log.catalog(pointer).anchors:
-        at = Route(log).start(pointer, cost, version)
-    if at is not None:
-        assert at.checkpoint is not None, "a beginning is an anchor"
-        with anchor_directory(log, at.checkpoint) as directory:
-            replica = Replica.at_anchor(log, at, directory, progress)
-            replica.go_to(pointer, version, progress)
-            yield replica, directory
-        return
-    with base_directory(log, first, base) as found:
-        replica = Replica.at_base(log, pointer, found, progress)
+    if base_bytes is None and not log.catalog(pointer).anchors:
+        return None
+    return Route(log).start(pointer, base_bytes, version)
+
+
+@contextmanager
+def _from_anchor(
+    log: DeltaLog, pointer: LatestPointer, at: Hop, version: int, progress: Progress
+) -> Iterator[tuple[Replica, Path]]:
+    assert at.checkpoint is not None, "a beginning is an anchor"
+    with anchor_directory(log, at.checkpoint) as directory:
+        replica = Replica.at_anchor(log, at, directory, progress)
         replica.go_to(pointer, version, progress)
-        yield replica, found
+        yield replica, directory

@@ -6,7 +6,7 @@ Does not know manifests or catalogs, and decodes no block.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 from vllm_delta_sync.errors import MalformedObject, PublishError
@@ -15,7 +15,7 @@ from vllm_delta_sync.log.packing import Packed
 from vllm_delta_sync.store import Batch, Store
 from vllm_delta_sync.wire import consistency, shard
 from vllm_delta_sync.wire.frames import Buffer
-from vllm_delta_sync.wire.manifest import MAX_SHARDS, ShardRef, TableRef, Totals
+from vllm_delta_sync.wire.manifest import MAX_SHARDS, MAX_TABLE_BYTES, Found, ShardRef, TableRef, Totals
 from vllm_delta_sync.wire.payload import Parts
 from vllm_delta_sync.wire.shard import Ends
 from vllm_delta_sync.wire.table import Block, VersionTable
@@ -65,6 +65,21 @@ def read_table(store: Store, parts: Parts) -> VersionTable:
     what = f"{store.uri}/{ref.key}, table"
     table = VersionTable.from_bytes(fetch.verified_range(store, ref, at.start, at.size, at.sha256), what)
     consistency.check(parts, table, what)
+    return table
+
+
+def read_states(where: str, ref: Found, state_root: str, fetched: Callable[[], Buffer]) -> VersionTable:
+    """An anchor's table of all tensors' states, consistent with the state root of its version.
+
+    Args:
+        where: URI of the run, for messages.
+        fetched: fetches and verifies it.
+    """
+    what = f"{where}/{ref.key}"
+    if ref.size > MAX_TABLE_BYTES:
+        raise MalformedObject(f"{what}: a table of {ref.size} bytes, at most {MAX_TABLE_BYTES} are allowed")
+    table = VersionTable.from_bytes(bytes(fetched()), what)
+    consistency.check_states(table, state_root, what)
     return table
 
 

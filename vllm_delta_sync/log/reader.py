@@ -15,10 +15,10 @@ from vllm_delta_sync.log import payload as payloads
 from vllm_delta_sync.log.base import Base, Tensor
 from vllm_delta_sync.log.progress import Progress, silent
 from vllm_delta_sync.store import Content, ObjectInfo, Store, child, open_store
-from vllm_delta_sync.wire import canonical_json, consistency
+from vllm_delta_sync.wire import canonical_json
 from vllm_delta_sync.wire.catalog import Catalog
 from vllm_delta_sync.wire.frames import Buffer
-from vllm_delta_sync.wire.manifest import MAX_TABLE_BYTES, Found, LatestPointer, Manifest, ObjectRef
+from vllm_delta_sync.wire.manifest import Found, LatestPointer, Manifest, ObjectRef
 from vllm_delta_sync.wire.payload import Payload, parts_of
 from vllm_delta_sync.wire.table import Block, VersionTable
 
@@ -139,12 +139,7 @@ class DeltaLog:
 
     def states(self, ref: Found, state_root: str) -> VersionTable:
         """An anchor's table of all tensors' states, verified, and consistent with the state root of its version."""
-        what = f"{self.store.uri}/{ref.key}"
-        if ref.size > MAX_TABLE_BYTES:
-            raise MalformedObject(f"{what}: a table of {ref.size} bytes, at most {MAX_TABLE_BYTES} are allowed")
-        table = VersionTable.from_bytes(fetch.verified(self.store, ref), what)
-        consistency.check_states(table, state_root, what)
-        return table
+        return payloads.read_states(self.store.uri, ref, state_root, lambda: fetch.verified(self.store, ref))
 
     def blocks(self, payload: Payload, rows: Sequence[Block]) -> Iterator[tuple[Block, Buffer]]:
         """These rows of the table of a version or a fold with their stored bytes, still encoded, shard by shard.

@@ -6,12 +6,11 @@ Does not fetch tables or shards, and applies nothing. Not for use from several t
 from __future__ import annotations
 
 import logging
-from collections import OrderedDict
 from collections.abc import Iterable
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, TypeAlias
 
 from vllm_delta_sync.errors import DigestMismatch, LogError, MalformedObject, NotFound, VersionGap
+from vllm_delta_sync.log.branch import Branch
 from vllm_delta_sync.log.plan import Edge, admissible, plan
 from vllm_delta_sync.wire.catalog import Anchor, Catalog, Fold
 from vllm_delta_sync.wire.hop import Hop
@@ -22,19 +21,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-KEPT_MANIFESTS = 256
-KEPT_LINKS = 1 << 16
-
 Way: TypeAlias = Fold | Anchor | Manifest | int  # version 0 for its own anchor; the number of a version for its delta
-
-
-@dataclass(frozen=True, slots=True)
-class _Link:
-    """What of a manifest is kept when the rest of it is forgotten."""
-
-    parent: ObjectRef | None
-    state_root: str
-    bytes: int
 
 
 class Route:
@@ -43,10 +30,9 @@ class Route:
     def __init__(self, log: DeltaLog) -> None:
         self.log = log
         self._catalog: tuple[ObjectRef | None, Catalog] = None, Catalog(run=log.run)
-        self._manifests: OrderedDict[str, Manifest] = OrderedDict()  # by SHA-256
-        self._links: OrderedDict[str, _Link] = OrderedDict()  # by SHA-256
-        self._sizes: OrderedDict[int, int] = OrderedDict()  # version → bytes of its delta, as far as seen
+        self._branch = Branch(log)
         self._avoided: set[tuple[str, str]] = set()
+        self._too_much: int | None = None  # elements of a fold that changes more than its taker has room for
         self._told: set[tuple[str, str]] = set()
 
     def next_hop(
@@ -60,7 +46,8 @@ class Route:
             pointer: what LATEST says; `goal` is at most its version.
             held: the manifest of the version held; None, and no version, where only an anchor leads on.
 
-        Raises VersionGap when no way leads there, and what reading the catalog and manifests raises.
+        Raises VersionGap when no way leads there or LATEST contradicts the manifest it names, and what reading the
+        catalog and manifests raises.
         """
         if held_version == goal:
             if held is not None and goal == pointer.version and held.sha256 != pointer.manifest.sha256:
@@ -99,7 +86,7 @@ class Route:
         follows = manifest.version == goal and manifest.parent is not None and manifest.parent.sha256 == held.sha256
         if not follows or _name(goal) in self._avoided:
             return None
-        return Hop.delta(pointer.manifest, manifest)
+        return Hop.over(manifest, pointer.manifest)
 
     def start(self, pointer: LatestPointer, base_bytes: int | None, goal: int) -> Hop | None:
         """The anchor at which to begin the cheapest way to `goal`, or None to begin at version 0.
@@ -128,6 +115,16 @@ class Route:
         self._avoided.add(name)
         return True
 
+    def take_less(self, hop: Hop) -> None:
+        """Go by smaller steps than this one, for which there is no room, as long as they lead on.
+
+        For good, as room does not grow: no fold is taken that lists as many elements. An anchor is only avoided.
+        """
+        if hop.kind == "fold" and hop.totals is not None:
+            self._too_much = min(hop.totals.changed, self._too_much or hop.totals.changed)
+        else:
+            self.avoid(hop)
+
     def ways(self, pointer: LatestPointer, held: int | None, goal: int) -> dict[Edge, Way]:
         """Every edge that may be part of a way from `held` to `goal`, with what it is."""
         catalog = self.catalog(pointer)
@@ -142,9 +139,9 @@ class Route:
                 found[Edge(None, 0, sum(file.size for file in base.anchor.files))] = base
         # Going back, a way may lead over the tip, where the folds of a pin begin.
         first, last = (held or 0, goal) if held is None or held < goal else (goal, pointer.version)
-        guess = self._size(pointer)
+        guess = self._branch.typical_size(pointer)
         for version in range(max(first, catalog.oldest) + 1, last + 1):
-            found[Edge(version - 1, version, self._sizes.get(version, guess))] = version
+            found[Edge(version - 1, version, self._branch.size(version) or guess)] = version
         return {edge: way for edge, way in found.items() if edge.to <= pointer.version}
 
     def catalog(self, pointer: LatestPointer) -> Catalog:
@@ -167,40 +164,22 @@ class Route:
 
     def manifest(self, ref: ObjectRef) -> Manifest:
         """The manifest of a reference, from memory if it was fetched lately."""
-        if (known := self._manifests.get(ref.sha256)) is not None:
-            self._manifests.move_to_end(ref.sha256)
-            return known
-        manifest = self.log.manifest(ref)
-        self._manifests[ref.sha256] = manifest
-        if len(self._manifests) > KEPT_MANIFESTS:
-            self._manifests.popitem(last=False)
-        self._keep(ref, manifest)
-        return manifest
+        return self._branch.manifest(ref)
 
     def reference(self, pointer: LatestPointer, version: int) -> ObjectRef:
         """The manifest of a version on the branch of `pointer`, from the nearest known one above it, or from the tip.
 
-        Raises VersionGap when a parent is missing, and what reading manifests raises.
+        Raises as `Branch.below` does.
         """
         if version > pointer.version:
             raise VersionGap(f"{self.log.store.uri}: there is no version {version}; the newest is {pointer.version}")
         near = min((known for known in self._landmarks(pointer) if known[0] >= version), key=lambda known: known[0])
         try:
-            found = self._walk_down(*near, version)
-            self._link(found)
-            return found
+            return self._branch.below(*near, version)
         except (LogError, NotFound):
             if near[1] == pointer.manifest:
                 raise
-        return self._walk_down(pointer.version, pointer.manifest, version)
-
-    def _walk_down(self, at: int, ref: ObjectRef, version: int) -> ObjectRef:
-        while at > version:
-            link = self._link(ref)
-            if link.parent is None:
-                raise VersionGap(f"{self.log.store.uri}/{ref.key}: version {at} has no parent")
-            at, ref = at - 1, link.parent
-        return ref
+        return self._branch.below(pointer.version, pointer.manifest, version)
 
     def _landmarks(self, pointer: LatestPointer) -> Iterable[tuple[int, ObjectRef]]:
         catalog = self.catalog(pointer)
@@ -209,28 +188,9 @@ class Route:
         yield from ((fold.to, fold.manifest) for fold in catalog.folds)
         yield from ((anchor.version, anchor.manifest) for anchor in catalog.anchors)
 
-    def _link(self, ref: ObjectRef) -> _Link:
-        return self._links.get(ref.sha256) or self._keep(ref, self.manifest(ref))
-
-    def _keep(self, ref: ObjectRef, manifest: Manifest) -> _Link:
-        link = _Link(manifest.parent, manifest.state_root, manifest.totals.bytes)
-        self._links[ref.sha256] = link
-        self._sizes[manifest.version] = link.bytes
-        for kept in (self._links, self._sizes):
-            if len(kept) > KEPT_LINKS:
-                kept.popitem(last=False)
-        return link
-
-    def _size(self, pointer: LatestPointer) -> int:
-        """A guess at the bytes of a delta that was not seen yet: as many as the tip's, or as the last that was."""
-        try:
-            return self._link(pointer.manifest).bytes
-        except (LogError, NotFound):  # what cannot be read may not be needed: there is a pin, or another way
-            return next(reversed(self._sizes.values()), 0)
-
     def _choose(self, ways: dict[Edge, Way], barred: set[Edge], held: int | None, goal: int) -> list[Edge]:
         open_ways = [edge for edge in ways if edge not in barred]
-        wanted = [edge for edge in open_ways if _name(ways[edge]) not in self._avoided]
+        wanted = [edge for edge in open_ways if self._wanted(ways[edge])]
         attempts = [admissible(wanted, held, goal), admissible(open_ways, held, goal)]
         if held is not None and goal < held:
             attempts.append([edge for edge in open_ways if edge.to >= goal])
@@ -241,34 +201,38 @@ class Route:
                 continue
         return plan(attempts[-1], held, goal)
 
+    def _wanted(self, way: Way) -> bool:
+        if isinstance(way, Fold) and self._too_much is not None and way.totals.changed >= self._too_much:
+            return False
+        return _name(way) not in self._avoided
+
     def _hop(self, pointer: LatestPointer, way: Way) -> Hop:
         if isinstance(way, int):
             ref = self.reference(pointer, way)
-            manifest = self.manifest(ref)
-            if manifest.version != way:
-                raise VersionGap(
-                    f"{self.log.store.uri}/{ref.key}: version {manifest.version} where {way} must be; "
-                    "versions must be contiguous"
-                )
-            return Hop.delta(ref, manifest)
+            return Hop.over(self.manifest(ref), ref)
         if isinstance(way, Manifest):
-            return Hop.base_anchor(pointer.base, way)
-        hop = Hop.fold(way) if isinstance(way, Fold) else Hop.anchor(way)
-        target = self.manifest(hop.target)
-        if (target.version, target.state_root) != (hop.to, hop.after):
+            assert way.anchor is not None, "it is a way only with its anchor"
+            return Hop.onto(way, pointer.base, way.anchor, None)
+        kind, to, after = (
+            ("fold", way.to, way.after) if isinstance(way, Fold) else ("anchor", way.version, way.state_root)
+        )
+        target = self.manifest(way.manifest)
+        if (target.version, target.state_root) != (to, after):
             raise MalformedObject(
-                f"{self.log.store.uri}: the catalog's {hop.kind} to version {hop.to} ends at state root {hop.after}, "
-                f"but {hop.target.key} is version {target.version} with {target.state_root}"
+                f"{self.log.store.uri}: the catalog's {kind} to version {to} ends at state root {after}, but "
+                f"{way.manifest.key} is version {target.version} with {target.state_root}"
             )
-        return hop.model_copy(update={"step": target.step})
+        if isinstance(way, Anchor):
+            return Hop.onto(target, way.manifest, way.checkpoint, way.table)
+        return Hop.over(way, way.manifest).model_copy(update={"step": target.step})
 
     def _follows(self, hop: Hop, held: ObjectRef | None) -> bool:
         if held is None or hop.kind == "anchor":
             return True
         if hop.parent is not None:
             return hop.parent.sha256 == held.sha256
-        known = self._links.get(held.sha256)  # not fetched for this: who takes the hop checks the state it begins at
-        return known is None or hop.before == known.state_root
+        known = self._branch.state_root(held)  # not fetched for this: who takes the hop checks the state it begins at
+        return known is None or hop.before == known
 
     def _tell(self, way: Way, error: Exception) -> None:
         name = _name(way)

@@ -19,20 +19,24 @@ _ROOM = MAX_BYTES * 7 // 8  # of a catalog; the rest is for what others add
 
 @dataclass(frozen=True, slots=True)
 class FoldSchedule:
-    """Folds of base, base², …, base^levels versions, end to end, and longer ones that overlap.
+    """Long folds that overlap, short ones beside them, and, where asked for, folds end to end.
 
-    A version divisible by baseᵏ ends a fold of baseᵏ versions. Of these alone a follower far behind takes many and pays
-    about twice what one fold of its whole way would cost, because what changed twice counts twice. So every `stride`
-    versions a fold of `reach` − `stride` ends, too: whoever is `reach` versions behind finds one of these on its way,
-    wherever it is, and has `stride` versions left. docs/performance.md says what each costs.
+    Every `stride` versions a fold of `reach` − `stride` + 1 ends. Whoever is `reach` versions behind finds one of them
+    on its way, wherever it is, and has `stride` − 1 versions left, before and behind it. Of folds of a third of a
+    stride one begins where each long one ends, and one ends where each long one begins, so that few of those are
+    deltas. In a young run the long ones begin at the base, as most followers do.
+
+    And a version divisible by baseᵏ, k = 1 … levels, ends a fold of baseᵏ versions. Of these alone a follower far
+    behind takes many and pays more than twice what one fold of its whole way would cost, as what changed twice counts
+    twice. docs/performance.md says what each costs.
 
     Raises ConfigError when a number is out of range.
     """
 
     base: int = 2  # at least 2
-    levels: int = 5  # at least 0
-    reach: int = 100  # versions; 0: no overlapping folds
-    stride: int = 4  # versions; at least 1 and less than `reach`
+    levels: int = 0  # at least 0
+    reach: int = 100  # versions; 0: no long folds
+    stride: int = 7  # versions; at least 1 and less than `reach`
 
     def __post_init__(self) -> None:
         if self.base < 2 or self.levels < 0 or self.base**self.levels > 1 << 20:
@@ -46,20 +50,39 @@ class FoldSchedule:
                 "less than the reach, which is 0 or at most 2**20"
             )
 
+    @property
+    def longest(self) -> int:
+        """Versions that the longest fold spans; 1 without folds."""
+        end_to_end: int = self.base**self.levels
+        return max(end_to_end, self.reach - self.stride + 1 if self.reach else 1)
+
     def lengths(self, version: int, waiting: Iterable[int] = ()) -> tuple[int, ...]:
         """The lengths in versions of the folds that end at `version`, ascending, none before version 0.
 
         Args:
-            waiting: later versions whose folds are due as well. The overlapping fold, by far the dearest, is left to
-                them where they have one, so that who folds more slowly than others publish keeps near the tip.
+            waiting: later versions whose folds are due as well. The long fold, by far the dearest, is left to them
+                where they have one, so that who folds more slowly than others publish keeps near the tip.
         """
         found = {self.base**level for level in range(1, self.levels + 1) if version % self.base**level == 0}
-        if self._overlaps(version) and not any(map(self._overlaps, waiting)):
-            found.add(self.reach - self.stride)
+        long, third = self.reach - self.stride + 1, self.stride // 3
+        if self._ends_long(version) and not any(map(self._ends_long, waiting)):
+            found.add(min(long, version))
+        if self.reach and version % self.stride in (third, -long % self.stride):
+            found.add(third)
         return tuple(sorted(length for length in found if 1 < length <= version))
 
-    def _overlaps(self, version: int) -> bool:
+    def _ends_long(self, version: int) -> bool:
         return self.reach > 0 and version % self.stride == 0
+
+    def missing(self, catalog: Catalog, first: int, last: int, waiting: Iterable[int] = ()) -> list[tuple[int, int]]:
+        """(source, to) of the folds that end at versions `first` … `last` and that the catalog lacks, ascending by to.
+
+        Args:
+            waiting: later versions, as for `lengths`.
+        """
+        have, later = {_ends(fold) for fold in catalog.folds}, tuple(waiting)
+        wanted = ((to - length, to) for to in range(first, last + 1) for length in self.lengths(to, later))
+        return [ends for ends in wanted if ends not in have]
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,7 +14,7 @@ from vllm_delta_sync.log.layers import End, Layer
 from vllm_delta_sync.log.plan import Edge, plan
 from vllm_delta_sync.log.reader import DeltaLog
 from vllm_delta_sync.log.route import Route
-from vllm_delta_sync.wire.catalog import Anchor, Fold
+from vllm_delta_sync.wire.catalog import Catalog, Fold
 from vllm_delta_sync.wire.manifest import LatestPointer, Manifest
 from vllm_delta_sync.wire.payload import Payload
 from vllm_delta_sync.wire.state_hash import Lanes
@@ -61,9 +61,9 @@ class Shelf:
         while len(self._kept) > 1 and sum(kept.stored for kept in self._kept.values()) > self._memory_bytes:
             self._kept.popitem(last=False)
 
-    def anchors(self) -> tuple[Anchor, ...]:
-        """The anchors after the base."""
-        return self._route.catalog(self._pointer).anchors
+    def catalog(self) -> Catalog:
+        """The run's folds and anchors, as far as was seen."""
+        return self._route.catalog(self._pointer)
 
     def end(self, version: int) -> End:
         """A version's state root and manifest. Raises VersionGap when it is none of this branch, or gone."""
@@ -85,7 +85,7 @@ class Shelf:
         """
         if not 0 <= source < to:
             raise VersionGap(f"{self._log.store.uri}: no changes lead from version {source} on to {to}")
-        oldest = self._route.catalog(self._pointer).oldest
+        oldest = self.catalog().oldest
         sizes = {(version - 1, version): self._unit for version in range(max(source, oldest) + 1, to + 1)}
         sizes.update((ends, fold.totals.bytes) for ends, fold in self._folds().items())
         sizes.update((ends, layer.stored) for ends, layer in self._kept.items())
@@ -116,7 +116,7 @@ class Shelf:
         """What holds states at a version: the fold that lists most, then deltas of ever older ones, then the base."""
         folds = [fold for ends, fold in self._folds().items() if ends[1] == version]
         yield from sorted(folds, key=lambda fold: -fold.totals.changed)[:1]
-        oldest = self._route.catalog(self._pointer).oldest
+        oldest = self.catalog().oldest
         for number in range(version, oldest, -1):
             yield self._manifest(number)
         if not oldest or not version:
@@ -139,8 +139,7 @@ class Shelf:
 
     def _folds(self) -> dict[tuple[int, int], Fold]:
         """The folds that lead forwards."""
-        catalog = self._route.catalog(self._pointer)
-        return {(fold.source, fold.to): fold for fold in catalog.folds if fold.source < fold.to}
+        return {(fold.source, fold.to): fold for fold in self.catalog().folds if fold.source < fold.to}
 
     def _manifest(self, version: int) -> Manifest:
         return self._route.manifest(self.end(version).manifest)

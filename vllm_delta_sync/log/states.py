@@ -20,6 +20,8 @@ from vllm_delta_sync.wire.catalog import Catalog, Fold
 from vllm_delta_sync.wire.manifest import LatestPointer, Manifest, ObjectRef
 from vllm_delta_sync.wire.table import VersionTable
 
+NEWEST = 1024  # versions before the tip that are looked at one by one; each takes a request or two
+
 Lanes = npt.NDArray[np.uint32]  # [T, 4]
 
 
@@ -56,7 +58,7 @@ def locate(
 
 
 def roots(log: DeltaLog, pointer: LatestPointer) -> Iterator[tuple[int, ObjectRef, str]]:
-    """Versions with their manifests and state roots: 0, where anchors and folds end, then all from the tip down.
+    """Versions with their manifests and state roots: 0, where anchors and folds end, then the NEWEST from the tip down.
 
     Raises as `states` does.
     """
@@ -67,15 +69,16 @@ def roots(log: DeltaLog, pointer: LatestPointer) -> Iterator[tuple[int, ObjectRe
     ref, manifest = pointer.manifest, log.tip(pointer)
     while manifest.parent is not None:
         yield manifest.version, ref, manifest.state_root
-        if manifest.version <= catalog.oldest + 1:
-            return  # what is older may be gone
+        if manifest.version <= max(catalog.oldest, pointer.version - NEWEST) + 1:
+            return  # what is older may be gone, or is too much to look through
         ref, manifest = manifest.parent, log.parent(manifest)
 
 
 def states(log: DeltaLog, pointer: LatestPointer, base: VersionTable) -> Iterator[Place]:
-    """Version 0, the anchors from the newest on, then every version that deltas lead to, ascending; none twice.
+    """Version 0, the anchors from the newest on, then the NEWEST versions that deltas lead to, ascending; none twice.
 
-    Each is consistent with the state root that its manifest or the catalog states.
+    Where neither anchors nor folds lead to one of those, none of them comes. Each is consistent with the state root
+    that its manifest or the catalog states.
 
     Args:
         base: the table of version 0.
@@ -95,7 +98,9 @@ def states(log: DeltaLog, pointer: LatestPointer, base: VersionTable) -> Iterato
             )
         starts[anchor.version] = Place(anchor.version, anchor.manifest, anchor.state_root, table.hashes)
         yield starts[anchor.version]
-    present = _first(log, catalog, starts, base)
+    present = _first(log, catalog, starts, base, pointer.version - NEWEST)
+    if pointer.version - present.version > NEWEST:
+        return
     chain = log.chain(present.version, log.tip(pointer))
     refs = [manifest.parent for manifest in chain[1:]] + [pointer.manifest]
     for manifest, ref in zip(chain, refs, strict=True):
@@ -105,11 +110,15 @@ def states(log: DeltaLog, pointer: LatestPointer, base: VersionTable) -> Iterato
             yield present
 
 
-def _first(log: DeltaLog, catalog: Catalog, starts: dict[int, Place], base: VersionTable) -> Place:
-    """The state from which deltas lead on: at `catalog.oldest`, or the first after it that something leads to."""
+def _first(log: DeltaLog, catalog: Catalog, starts: dict[int, Place], base: VersionTable, wanted: int) -> Place:
+    """The state from which deltas lead on: of those that something leads to, the first from `wanted` on, or the last.
+
+    It is none before `catalog.oldest`, and that one where nothing leads to any.
+    """
     forward = [fold for fold in catalog.folds if fold.source < fold.to]
     folds = {Edge(fold.source, fold.to, fold.table.size): fold for fold in forward}
-    first = min((version for version in reached(starts, forward) if version >= catalog.oldest), default=catalog.oldest)
+    possible = [version for version in reached(starts, forward) if version >= catalog.oldest] or [catalog.oldest]
+    first = min((version for version in possible if version >= wanted), default=max(possible))
     try:
         way = plan([*folds, *(Edge(None, version, 0) for version in starts)], None, first)
     except VersionGap as error:

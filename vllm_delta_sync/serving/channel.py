@@ -17,7 +17,7 @@ from multiprocessing.connection import Client, Connection, Listener
 from pathlib import Path
 
 from vllm_delta_sync.errors import MalformedObject, UnsupportedEngine
-from vllm_delta_sync.serving import messages
+from vllm_delta_sync.serving import framing
 from vllm_delta_sync.serving.messages import Lost, Message
 
 MAX_MESSAGE_BYTES = 1 << 28
@@ -61,7 +61,7 @@ class Hub:
 
     def send(self, rank: int, message: Message) -> None:
         try:
-            self._ranks[rank].send_bytes(messages.to_bytes(message))
+            self._ranks[rank].send_bytes(framing.to_bytes(message))
         except (OSError, KeyError) as error:
             self._deliver(rank, Lost(f"{type(error).__name__}: {error}"))
 
@@ -92,7 +92,7 @@ class Hub:
     def _read(self, rank: int, connection: Connection) -> None:
         while True:
             try:
-                message = messages.from_bytes(connection.recv_bytes(MAX_MESSAGE_BYTES))
+                message = framing.from_bytes(connection.recv_bytes(MAX_MESSAGE_BYTES))
             except (OSError, EOFError, MalformedObject) as error:
                 if not self._closed:
                     self._deliver(rank, Lost(f"{type(error).__name__}: {error}"))
@@ -110,11 +110,11 @@ class Spoke:
 
     def send(self, message: Message) -> None:
         with self._lock:
-            self._connection.send_bytes(messages.to_bytes(message))
+            self._connection.send_bytes(framing.to_bytes(message))
 
     def receive(self) -> Message:
         """Block for the next message; raises EOFError or OSError when the engine is gone."""
-        return messages.from_bytes(self._connection.recv_bytes(MAX_MESSAGE_BYTES))
+        return framing.from_bytes(self._connection.recv_bytes(MAX_MESSAGE_BYTES))
 
     def close(self) -> None:
         self._connection.close()

@@ -64,8 +64,8 @@ class Commands:
             case msg.Joined(place, lanes):
                 rank.join(place, lanes)
                 return msg.Holding(place)
-            case msg.Plan(pointer, held, failed):
-                return msg.Planned(self._plan(pointer, held, failed))
+            case msg.Plan(pointer, held, failed, too_large):
+                return msg.Planned(self._plan(pointer, held, failed, too_large))
             case msg.Stage(hop):
                 return rank.stage(hop)
             case msg.Audit(number):
@@ -75,9 +75,11 @@ class Commands:
                 return None
         raise UnsupportedEngine(f"rank {rank.number} was told {command.kind!r}, which this release does not know")
 
-    def _plan(self, pointer: LatestPointer, held: Place | None, failed: Hop | None) -> Hop:
+    def _plan(self, pointer: LatestPointer, held: Place | None, failed: Hop | None, too_large: bool) -> Hop:
         assert self._route is not None
-        if failed is not None:
+        if failed is not None and too_large:
+            self._route.take_less(failed)
+        elif failed is not None:
             self._route.avoid(failed)
         ref, version = (held.ref, held.version) if held else (None, None)
         hop = self._route.next_hop(pointer, ref, version, pointer.goal)

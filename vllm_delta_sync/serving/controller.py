@@ -6,11 +6,9 @@ table. Whatever is given up gets a new attempt number, and answers that carry an
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 from vllm_delta_sync import errors
 from vllm_delta_sync.errors import DeltaSyncError
-from vllm_delta_sync.serving import course
+from vllm_delta_sync.serving import course, retrying
 from vllm_delta_sync.serving import messages as msg
 from vllm_delta_sync.serving.actions import (
     Action,
@@ -25,27 +23,17 @@ from vllm_delta_sync.serving.actions import (
     Trace,
     Traced,
 )
+from vllm_delta_sync.serving.attempts import Attempts
 from vllm_delta_sync.serving.audits import Audits
 from vllm_delta_sync.serving.joining import Joining
-from vllm_delta_sync.serving.messages import Message, Place
+from vllm_delta_sync.serving.messages import Place
 from vllm_delta_sync.serving.proof import some
+from vllm_delta_sync.serving.retrying import Retrying
 from vllm_delta_sync.serving.state import CommitRecord, Phase, Status
 from vllm_delta_sync.wire.hop import Hop
 from vllm_delta_sync.wire.manifest import LatestPointer
 
-FIRST_RETRY_S = 1.0
-LAST_RETRY_S = 60.0
 LEADER = 0
-
-# Trying again cannot help.
-_FINAL = (errors.BaseMismatch.cause, errors.UnmappedTensor.cause, errors.UnsupportedLayout.cause)
-# Other objects may lead to the same version.
-_DAMAGED = (
-    errors.NotFound.cause, errors.MalformedObject.cause, errors.DigestMismatch.cause, errors.StateHashMismatch.cause,
-)  # fmt: skip
-_NUMBERED = (
-    msg.BaseLoaded, msg.Proved, msg.Located, msg.Holding, msg.Planned, msg.Staged, msg.Failed, Traced, EngineFailed,
-)  # fmt: skip
 
 
 class Controller:
@@ -60,7 +48,6 @@ class Controller:
 
     def __init__(self, ranks: int, *, ignore_unmapped: bool, stop_on_error: bool, audit_every: int) -> None:
         self.status = Status()
-        self._ranks = ranks
         self._stop_on_error = stop_on_error
         self._audits = Audits(ranks, audit_every)
         self._pointer: LatestPointer | None = None  # what LATEST says
@@ -69,12 +56,8 @@ class Controller:
         self._place: Place | None = None  # the version of that run that they hold; None: weights of no version
         self._planned_by: LatestPointer | None = None
         self._hop: Hop | None = None
-        self._damaged: Hop | None = None  # what could not be read of it, so that another way is to be looked for
-        self._replies: dict[int, Message] = {}
-        self._attempt = 0
-        self._retry_at: float | None = None
-        self._retry_s = FIRST_RETRY_S
-        self._stuck = False  # there was no way to the goal
+        self._attempts = Attempts(ranks)
+        self._retrying = Retrying()
 
     # --- entry -------------------------------------------------------------------------------------------------------
     def handle(self, event: Event, now: float, rank: int = LEADER) -> list[Action]:
@@ -92,8 +75,7 @@ class Controller:
     def _dispatch(self, event: Event, now: float, rank: int) -> list[Action]:
         if self.status.phase in (Phase.HALTED, Phase.POISONED):
             return self._bystand(event, now)
-        of_audit = isinstance(event, msg.Failed) and event.command == msg.Audit.kind
-        if isinstance(event, _NUMBERED) and event.attempt != self._attempt and not of_audit:
+        if self._attempts.is_late(event):
             return []
         match event:
             case msg.Tip():
@@ -104,26 +86,26 @@ class Controller:
             case msg.PollFailed():
                 return self._note(event.cause, event.text)
             case msg.BaseLoaded():
-                return self._base_loaded() if self._all(event, rank) else []
+                return self._base_loaded() if self._attempts.complete(event, rank) else []
             case Traced():
                 return self._traced(event)
             case msg.Proved():
-                if not self._all(event, rank):
+                if not self._attempts.complete(event, rank):
                     return []
-                return [self._command(self._joining.proved(self._replies), LEADER)]
+                return [self._attempts.begin(self._joining.proved(self._attempts.replies), LEADER)]
             case msg.Located():
-                return [self._command(self._joining.located(event))]
+                return [self._attempts.begin(self._joining.located(event))]
             case msg.Holding():
-                return self._joined() if self._all(event, rank) else []
+                return self._joined() if self._attempts.complete(event, rank) else []
             case msg.Planned():
                 return self._planned(event.hop)
             case msg.Staged():
-                return self._staged() if self._all(event, rank) else []
+                return self._staged() if self._attempts.complete(event, rank) else []
             case Committed():
                 return self._committed(event, now)
             case EngineFailed():
                 return self._halt(event.cause, event.text)
-            case msg.Failed() if of_audit:
+            case msg.Failed(command) if command == msg.Audit.kind:
                 failed = self._audits.failed(event)
                 return self._note(event.cause, f"audit on rank {rank}: {event.text}") if failed else []
             case msg.Failed():
@@ -135,7 +117,7 @@ class Controller:
             case msg.WantAudit():
                 return self._audit()
             case Tick():
-                return self._tick(now)
+                return self._proceed() if self._retrying.due(now) else []
         raise AssertionError(f"unexpected event {event!r}")
 
     def _bystand(self, event: Event, now: float) -> list[Action]:
@@ -157,13 +139,12 @@ class Controller:
         if odd is not None:
             self._note(errors.VersionGap.cause, odd)
         turned = old is not None and (new.run, new.pin) != (old.run, old.pin)
-        if turned or self._stuck:  # what failed is not what is wanted now, or there may be a way now
-            self._retry_at = None
+        self._retrying.latest_changed(other_goal=turned)
         return self._proceed()
 
     def _proceed(self) -> list[Action]:
         """Begin what is to be done next, unless something is under way or waits to be tried again."""
-        if self._retry_at is not None or self.status.phase not in (Phase.WAITING, Phase.FOLLOWING):
+        if self._retrying.waiting or self.status.phase not in (Phase.WAITING, Phase.FOLLOWING):
             return []
         if self._pointer is None:
             return []
@@ -175,19 +156,19 @@ class Controller:
         self._audits.void()
         self.status.phase = Phase.JOINING
         self._run, self._place = None, None
-        return [self._command(self._joining.begin(self._pointer))]
+        return [self._attempts.begin(self._joining.begin(self._pointer))]
 
     def _base_loaded(self) -> list[Action]:
-        command = self._joining.base_loaded(self._replies.values())
-        return [Trace(self._attempt) if command is None else self._command(command)]
+        command = self._joining.base_loaded(self._attempts.replies.values())
+        return [Trace(self._attempts.number) if command is None else self._attempts.begin(command)]
 
     def _traced(self, event: Traced) -> list[Action]:
         command = self._joining.traced(event)
         self.status.unmapped = self._joining.proof.unmapped
-        return [self._command(command)]
+        return [self._attempts.begin(command)]
 
     def _joined(self) -> list[Action]:
-        holding = self._replies[LEADER]
+        holding = self._attempts.replies[LEADER]
         assert isinstance(holding, msg.Holding)
         self._run, self._place = self._joining.run, holding.place
         if self._place is None:  # what is served stays what it was
@@ -205,28 +186,23 @@ class Controller:
         if not course.leads_on(pointer, place):
             return []
         self.status.phase, self._planned_by = Phase.PLANNING, pointer
-        failed, self._damaged = self._damaged, None
-        return [self._command(msg.Plan(pointer, place, failed), LEADER)]
+        refused = self._retrying.take_refused()
+        failed, too_large = (refused.hop, refused.too_large) if refused else (None, False)
+        return [self._attempts.begin(msg.Plan(pointer, place, failed, too_large), LEADER)]
 
     def _planned(self, hop: Hop) -> list[Action]:
         assert self._planned_by is not None
         course.check_step(hop, self._planned_by, self._place)
         self.status.phase, self._hop = Phase.STAGING, hop
-        return [self._command(msg.Stage(hop))]
+        return [self._attempts.begin(msg.Stage(hop))]
 
     def _staged(self) -> list[Action]:
         assert self._hop is not None and self._run is not None
-        replies = {r: reply for r, reply in self._replies.items() if isinstance(reply, msg.Staged)}
-        for rank, reply in replies.items():
+        replies = self._attempts.staged()
+        for rank, reply in enumerate(replies):
             if reply.cache_failure is not None:  # it was fetched all the same
                 self._note(errors.CacheError.cause, f"rank {rank}: {reply.cache_failure}")
-        leader = replies[LEADER]
-        proof = self._joining.proof
-        proof.check_effects(
-            {r: proof.dense(r, reply.regions, reply.lanes) for r, reply in replies.items()},
-            leader.tensors,
-            leader.effects,
-        )
+        self._joining.proof.check_staged(replies)
         self.status.phase = Phase.COMMITTING
         return [Commit(self._run, self._hop.to)]
 
@@ -248,16 +224,14 @@ class Controller:
 
     def _succeed(self) -> None:
         self.status.phase = Phase.WAITING if self.status.served is None else Phase.FOLLOWING
-        self._retry_at, self._retry_s, self._stuck = None, FIRST_RETRY_S, False
+        self._retrying.succeeded()
 
     def _record(self, event: Committed, now: float) -> None:
         hop, run = self._hop, self._run
         assert hop is not None and run is not None
-        replies = (self._replies[rank] for rank in range(self._ranks))
-        staged = [reply for reply in replies if isinstance(reply, msg.Staged)]
         source = self._place.version if self._place else None
         self.status.committed += 1
-        self.status.commits.append(CommitRecord.of(hop, source, staged, event.seconds, now))
+        self.status.commits.append(CommitRecord.of(hop, source, self._attempts.staged(), event.seconds, now))
         self._place = Place(hop.to, hop.target, hop.after)
         self.status.serve(run, hop.to)
 
@@ -284,10 +258,9 @@ class Controller:
     def _failed(self, event: msg.Failed, rank: int, now: float) -> list[Action]:
         if event.command != msg.Plan.kind or event.cause != errors.VersionGap.cause:
             actions = self._refuse(event.cause, f"rank {rank}: {event.text}", now)
-            if self._retry_at is not None:
-                self._retry_at = max(self._retry_at, now + event.patience_s)
+            self._retrying.not_before(now + event.patience_s)
             return actions
-        self._stuck = True
+        self._retrying.no_way()
         if self._place is not None:
             return self._refuse(event.cause, event.text, now)
         if self.status.served is None:
@@ -297,19 +270,17 @@ class Controller:
 
     def _refuse(self, cause: str, text: str, now: float) -> list[Action]:
         """Serve on what is served, and try again later unless trying again cannot help."""
-        joining = self.status.phase is Phase.JOINING
-        if cause in _FINAL or (joining and cause == errors.StateHashMismatch.cause):
+        if retrying.is_final(cause, joining=self.status.phase is Phase.JOINING):
             return self._halt(cause, text)
         return self._retry_later(cause, text, now)
 
     def _retry_later(self, cause: str, text: str, now: float) -> list[Action]:
         self._note(cause, text)
-        if self.status.phase is Phase.STAGING and cause in _DAMAGED:
-            self._damaged = self._hop
+        if self.status.phase is Phase.STAGING and self._hop is not None:
+            self._retrying.step_failed(self._hop, cause)
         self.status.phase = Phase.WAITING if self.status.served is None else Phase.FOLLOWING
-        self._retry_at = now + self._retry_s
-        self._retry_s = min(self._retry_s * 2, LAST_RETRY_S)
-        return [self._command(msg.Drop())]
+        self._retrying.put_off(now)
+        return [self._attempts.begin(msg.Drop())]
 
     def give_up(self, cause: str, text: str) -> list[Action]:
         """Follow no more; for a defect in what carries the actions out."""
@@ -327,19 +298,3 @@ class Controller:
         self.status.failures[cause] = self.status.failures.get(cause, 0) + 1
         self.status.last_error = f"{cause}: {text}"
         return []
-
-    def _tick(self, now: float) -> list[Action]:
-        if self._retry_at is None or now < self._retry_at:
-            return []
-        self._retry_at = None
-        return self._proceed()
-
-    def _command(self, message: Message, rank: int | None = None) -> Send:
-        """Begin a new attempt with this command."""
-        self._attempt += 1
-        self._replies.clear()
-        return Send(replace(message, attempt=self._attempt), rank)
-
-    def _all(self, reply: Message, rank: int) -> bool:
-        self._replies[rank] = reply
-        return len(self._replies) == self._ranks

@@ -57,7 +57,7 @@ def of_anchor(
     """An anchor, whose hashes are uint32 [tensors, 4]. Raises what fetching and `overlay` raise."""
     log, hashes = ground.log, ground.base.hashes
     if (ref := hop.states) is not None:
-        table = clock.time(lambda: log.states(ref, hop.after))
+        table = clock.time(lambda: fetcher.states(ref, hop.after))
         if table.tensors != ground.base.tensors:
             raise MalformedObject(f"{log.store.uri}/{ref.key}: lists other tensors than version 0 of the run")
         hashes = table.hashes

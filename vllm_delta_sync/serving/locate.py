@@ -27,15 +27,19 @@ def locate(log: DeltaLog, pointer: LatestPointer, base: VersionTable, lanes: Lan
     judged[list(skip)] = False
     found = states.locate(log, pointer, base, lanes, judged)
     if found is None:
-        return Located(None, lanes, _difference(base, lanes, judged))
+        return Located(None, lanes, _difference(base, lanes, judged, pointer.version))
     return Located(Place(found.version, found.ref, found.root), found.lanes, "")
 
 
-def _difference(base: VersionTable, lanes: Lanes, judged: npt.NDArray[np.bool_]) -> str:
+def _difference(base: VersionTable, lanes: Lanes, judged: npt.NDArray[np.bool_], tip: int) -> str:
     wrong = np.flatnonzero((base.hashes != lanes).any(axis=1) & judged)
     spec = base.tensors[int(wrong[0])]
+    looked_at = (
+        f" (of {tip} versions, the newest {states.NEWEST} were looked at, and anchors)" if tip > states.NEWEST else ""
+    )
     return (
         f"the served weights are those of no version of this run: {len(wrong)} of {int(judged.sum())} "
         "tensors differ from its base, "
         f"first {spec.name!r} ({spec.dtype} {list(spec.shape)}); serve the checkpoint that the trainer started from"
+        f"{looked_at}"
     )

@@ -1,23 +1,18 @@
-"""What ranks and controller say to each other, out of band: a closed set of frozen messages and their byte form.
+"""What ranks and controller say to each other, out of band: a closed set of frozen messages.
 
-Does not move bytes (`channel` does) and does not decide anything (`controller` does). Lanes travel as base64 of
-little-endian uint32; nothing is pickled.
+Does not write or move them (`framing` and `channel` do), and does not decide anything (`controller` does).
 """
 
 from __future__ import annotations
 
-import base64
-import dataclasses
-import json
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import numpy as np
 from numpy.typing import NDArray
 
-from vllm_delta_sync.errors import MalformedObject
 from vllm_delta_sync.wire.hop import Hop
-from vllm_delta_sync.wire.manifest import LatestPointer, ObjectRef, Wire
+from vllm_delta_sync.wire.manifest import LatestPointer, ObjectRef
 
 Lanes = NDArray[np.uint32]
 
@@ -132,13 +127,15 @@ class Joined(Message):
 class Plan(Message):
     """To the leader: what is the next step from what is held (None: from weights of no version) to LATEST's goal?
 
-    `failed` is the step taken last if it cannot be read or is damaged: another way is to be taken while there is one.
+    `failed` is the step taken last if it could not be: another way is to be taken while there is one. `too_large`: it
+    changes more than may wait in memory; else it cannot be read or is damaged.
     """
 
     kind = "plan"
     pointer: LatestPointer
     held: Place | None
     failed: Hop | None
+    too_large: bool
 
 
 @dataclass(frozen=True)
@@ -251,61 +248,3 @@ class Lost(Message):
 
     kind = "lost"
     text: str
-
-
-_KINDS: dict[str, type[Message]] = {
-    cls.kind: cls
-    for cls in (
-        Tip, NothingPublished, PollFailed, Located, Planned, LoadBase, Prove, Locate, Joined, Plan, Stage, Drop, Audit,
-        BaseLoaded, Proved, Holding, Staged, Audited, WantAudit, Failed, Lost,
-    )
-}  # fmt: skip
-
-
-_MODELS: dict[str, type[Wire]] = {
-    "pointer": LatestPointer, "base": ObjectRef, "ref": ObjectRef, "hop": Hop, "failed": Hop,
-}  # fmt: skip
-
-
-def to_bytes(message: Message) -> bytes:
-    """One message as JSON bytes."""
-    body = {field.name: _plain(getattr(message, field.name)) for field in dataclasses.fields(message)}
-    return json.dumps({"kind": message.kind, **body}, separators=(",", ":")).encode()
-
-
-def from_bytes(data: bytes) -> Message:
-    """Parse one message.
-
-    Raises:
-        MalformedObject: not JSON, an unknown kind, or fields that do not fit it.
-    """
-    try:
-        body = json.loads(data)
-        cls = _KINDS[body.pop("kind")]
-        return cls(**{name: _typed(name, value) for name, value in body.items()})
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise MalformedObject(f"message between rank and engine cannot be read: {error!r}") from error
-
-
-def _plain(value: Any) -> Any:
-    if isinstance(value, np.ndarray):
-        return base64.b64encode(np.ascontiguousarray(value, dtype="<u4").tobytes()).decode()
-    if isinstance(value, Wire):
-        return value.model_dump_json()
-    if isinstance(value, Place):
-        return {field.name: _plain(getattr(value, field.name)) for field in dataclasses.fields(value)}
-    return value
-
-
-def _typed(name: str, value: Any) -> Any:
-    if value is None:
-        return None
-    if name in ("lanes", "effects"):
-        return np.frombuffer(base64.b64decode(value), dtype="<u4").reshape(-1, 4).astype(np.uint32)
-    if name in _MODELS:
-        return _MODELS[name].model_validate_json(value)
-    if name in ("place", "held"):
-        return Place(**{field: _typed(field, part) for field, part in value.items()})
-    if isinstance(value, list):
-        return tuple(value)
-    return value

@@ -11,7 +11,7 @@ import numpy as np
 
 from vllm_delta_sync.errors import StateHashMismatch, UnmappedTensor, UnsupportedLayout
 from vllm_delta_sync.serving.coverage import Coverage, cover
-from vllm_delta_sync.serving.messages import Lanes
+from vllm_delta_sync.serving.messages import Lanes, Staged
 from vllm_delta_sync.serving.traced import RankLayout
 from vllm_delta_sync.wire.tensors import TensorSpec
 
@@ -90,14 +90,15 @@ class Proof:
         np.add.at(total, self._of_tensor, rows[self._canonical])
         return total
 
-    def check_effects(self, by_rank: Mapping[int, Lanes], tensors: Sequence[int], effects: Lanes) -> None:
-        """An update's effect on live memory must be the one that the log promises.
+    def check_staged(self, staged: Sequence[Staged]) -> None:
+        """An update's effect on live memory, as the ranks in their order have staged it, must be what the log promises.
 
         Raises:
             StateHashMismatch: naming the first tensor that would come out wrong.
         """
+        by_rank = {rank: self.dense(rank, reply.regions, reply.lanes) for rank, reply in enumerate(staged)}
         expected = np.zeros((len(self._tensors), 4), dtype=np.uint32)
-        expected[list(tensors)] = effects
+        expected[list(staged[0].tensors)] = staged[0].effects
         expected[list(self.skipped)] = 0
         wrong = (self.sum(by_rank) != expected).any(axis=1)
         if wrong.any():

@@ -19,7 +19,7 @@ import torch
 from vllm_delta_sync.errors import BaseMismatch, ConfigError, LogError, NotFound, StateHashMismatch
 from vllm_delta_sync.log import DeltaLog, LogWriter
 from vllm_delta_sync.log.base import base_directory
-from vllm_delta_sync.log.materialize import reconstructed
+from vllm_delta_sync.log.materialize import reconstructed_without_base
 from vllm_delta_sync.store import Store
 from vllm_delta_sync.trainer import base as bases
 from vllm_delta_sync.trainer import source
@@ -98,7 +98,7 @@ def continue_run(log: DeltaLog, base: GivenBase | None, dtype: torch.dtype | Non
             raise StateHashMismatch(f"{log.store.uri}: rebuilding version {writer.tip.version} gave another state")
         return Lineage(writer, snapshot, _aliases(base, snapshot), files)
     if log.catalog(writer.pointer).anchors:
-        with reconstructed(log, writer.tip.version) as (replica, beginning):
+        with reconstructed_without_base(log, writer.tip.version) as (replica, beginning):
             files = _files(base, beginning)
             snapshot = Snapshot({name: (spec, _own(bits)) for name, (spec, bits) in replica.tensors.items()}, threads)
         return Lineage(writer, snapshot, _aliases(base, snapshot), files)

@@ -6,7 +6,6 @@ Does not gather sharded models, retry what the store refuses, or know who follow
 from __future__ import annotations
 
 import logging
-import operator
 import os
 import threading
 import time
@@ -22,14 +21,12 @@ from vllm_delta_sync.log import AnchorPolicy, DeltaLog, FoldSchedule
 from vllm_delta_sync.log.folder import Anchorage, Folder
 from vllm_delta_sync.log.schedule import ANCHORS, FOLDS
 from vllm_delta_sync.store import Store, open_store
-from vllm_delta_sync.trainer import lineage, source
+from vllm_delta_sync.trainer import labels, lineage, source
 from vllm_delta_sync.trainer.encode import Encoder
 from vllm_delta_sync.trainer.pipeline import Failure, InFlight, Pipeline
 from vllm_delta_sync.trainer.publication import Publication
 from vllm_delta_sync.trainer.snapshot import Delta
 from vllm_delta_sync.trainer.splits import SplitDim, split_dim
-from vllm_delta_sync.wire import canonical_json
-from vllm_delta_sync.wire.manifest import MAX_METADATA_BYTES, MAX_STEP
 
 logger = logging.getLogger(__name__)
 
@@ -172,7 +169,7 @@ class Publisher:
         """
         with self._call():
             self._require_open()
-            number, texts = _checked_step(step), _checked(metadata)
+            number, texts = labels.checked_step(step), labels.checked_metadata(metadata)
             began = time.perf_counter()
             self._pipeline.wait_for_room()
             self._settle()
@@ -300,28 +297,3 @@ def _unwound(failure: Failure) -> PublishError:
         f"{which} did not become durable and were taken back: {failure.error}; nothing is lost: the next publish(), by "
         "this publisher or one opened with resume=True, publishes the difference"
     )
-
-
-def _checked_step(step: object) -> int | None:
-    if step is None:
-        return None
-    try:
-        number = operator.index(step)  # type: ignore[arg-type]  # also numpy's integers, but no float
-    except TypeError:
-        raise ConfigError(f"step is {step!r}, a {type(step).__name__}; it must be an integer") from None
-    if abs(number) > MAX_STEP:
-        raise ConfigError(f"step is {number}; it must be within ±{MAX_STEP}")
-    return number
-
-
-def _checked(metadata: Mapping[str, str] | None) -> dict[str, str]:
-    texts = dict(metadata or {})
-    if not all(isinstance(part, str) for item in texts.items() for part in item):
-        raise ConfigError("metadata must map strings to strings")
-    try:
-        size = len(canonical_json.dump(texts))
-    except UnicodeEncodeError as error:
-        raise ConfigError(f"metadata holds text that UTF-8 cannot write: {error.reason}") from None
-    if size > MAX_METADATA_BYTES:
-        raise ConfigError(f"metadata is larger than {MAX_METADATA_BYTES} bytes")
-    return texts

@@ -5,13 +5,13 @@ Does not encode or send anything; does not know versions' numbers.
 
 from __future__ import annotations
 
+import sys
 import threading
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
-from types import MappingProxyType
 from weakref import WeakSet
 
 import numpy as np
@@ -25,6 +25,8 @@ from vllm_delta_sync.wire import state_hash
 from vllm_delta_sync.wire.tensors import TensorSpec, split_blocks
 
 CHUNK = 1 << 20  # elements cast and compared at a time: still in cache, and large beside the cost of a call
+
+FROZEN_BYTES = 256 << 20  # of changes that a frozen state may always keep
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -199,23 +201,29 @@ class Snapshot:
                 frozen.moved_back(delta)
 
     @contextmanager
-    def freeze(self, files: Mapping[str, bytes]) -> Iterator[FrozenState]:
+    def freeze(self, files: Mapping[str, bytes], most_bytes: int | None = None) -> Iterator[FrozenState]:
         """The state as it is now, to be read while the snapshot moves on. May be called from any thread.
 
         Args:
             files: configuration, tokenizer and the like that belong to the model, by file name.
+            most_bytes: of changes since, beyond which it is given up; None: half of the model, or FROZEN_BYTES if more.
         """
-        frozen = self.at_present(files)
+        if most_bytes is None:
+            most_bytes = max(FROZEN_BYTES, sum(spec.nbytes for spec in self._specs.values()) // 2)
+        frozen = self._freeze(files, most_bytes)
         try:
             yield frozen
         finally:
             with self._moving:
                 self._frozen.discard(frozen)
 
-    def at_present(self, files: Mapping[str, bytes] = MappingProxyType({})) -> FrozenState:
-        """The same, for as long as somebody has it."""
+    def at_present(self) -> FrozenState:
+        """The same without files, for as long as somebody has it: a version's, while it is encoded."""
+        return self._freeze({}, sys.maxsize)
+
+    def _freeze(self, files: Mapping[str, bytes], most_bytes: int) -> FrozenState:
         with self._moving:
-            frozen = FrozenState(self._bits, self._lanes, self._moving, files)
+            frozen = FrozenState(self._bits, self._lanes, self._moving, files, most_bytes)
             self._frozen.add(frozen)
             return frozen
 

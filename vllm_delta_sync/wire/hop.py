@@ -9,7 +9,7 @@ from typing import Annotated, Literal, Self
 
 from pydantic import Field, model_validator
 
-from vllm_delta_sync.wire.catalog import Anchor, Fold
+from vllm_delta_sync.wire.catalog import Fold
 from vllm_delta_sync.wire.manifest import (
     MAX_STEP,
     AnchorRef,
@@ -23,6 +23,7 @@ from vllm_delta_sync.wire.manifest import (
     Version,
     Wire,
 )
+from vllm_delta_sync.wire.payload import parts_of
 
 
 class Hop(Wire):
@@ -63,58 +64,36 @@ class Hop(Wire):
         return self
 
     @classmethod
-    def delta(cls, ref: ObjectRef, manifest: Manifest) -> Self:
-        """The version of a manifest that was fetched by `ref`."""
+    def over(cls, payload: Manifest | Fold, target: ObjectRef) -> Self:
+        """By a delta or a fold; `target` leads to the manifest of the version at its end, a delta's own."""
+        parts = parts_of(payload)
+        own = payload if isinstance(payload, Manifest) else None
         return cls(
-            kind="delta",
-            source=manifest.version - 1,
-            to=manifest.version,
-            target=ref,
-            parent=manifest.parent,
-            after=manifest.state_root,
-            table=manifest.table,
-            shards=manifest.shards,
-            totals=manifest.totals,
-            step=manifest.step,
+            kind="fold" if parts.is_fold else "delta",
+            source=parts.source,
+            to=parts.to,
+            target=target,
+            parent=None if own is None else own.parent,
+            before=parts.before,
+            after=parts.after,
+            table=parts.table,
+            shards=parts.shards,
+            totals=parts.totals,
+            step=None if own is None else own.step,
         )
 
     @classmethod
-    def fold(cls, fold: Fold) -> Self:
-        return cls(
-            kind="fold",
-            source=fold.source,
-            to=fold.to,
-            target=fold.manifest,
-            before=fold.before,
-            after=fold.after,
-            table=fold.table,
-            shards=fold.shards,
-            totals=fold.totals,
-        )
-
-    @classmethod
-    def anchor(cls, anchor: Anchor) -> Self:
+    def onto(cls, version: Manifest, target: ObjectRef, checkpoint: AnchorRef, states: Found | None) -> Self:
+        """By a full checkpoint of a version, whose manifest `target` leads to; `states` is None for version 0."""
         return cls(
             kind="anchor",
             source=None,
-            to=anchor.version,
-            target=anchor.manifest,
-            after=anchor.state_root,
-            checkpoint=anchor.checkpoint,
-            states=anchor.table,
-        )
-
-    @classmethod
-    def base_anchor(cls, ref: ObjectRef, manifest: Manifest) -> Self:
-        """The anchor that version 0 itself brings; `manifest` was fetched by `ref` and has one."""
-        return cls(
-            kind="anchor",
-            source=None,
-            to=manifest.version,
-            target=ref,
-            after=manifest.state_root,
-            checkpoint=manifest.anchor,
-            step=manifest.step,
+            to=version.version,
+            target=target,
+            after=version.state_root,
+            checkpoint=checkpoint,
+            states=states,
+            step=version.step,
         )
 
     @property

@@ -6,14 +6,16 @@ Does not fetch or write them.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TypeAlias
+from typing import TYPE_CHECKING, TypeAlias
 
 from vllm_delta_sync.errors import MalformedObject
 from vllm_delta_sync.wire.catalog import Fold
-from vllm_delta_sync.wire.hop import Hop
 from vllm_delta_sync.wire.manifest import Manifest, ShardRef, TableRef, Totals
 
-Payload: TypeAlias = Manifest | Fold | Hop
+if TYPE_CHECKING:
+    from vllm_delta_sync.wire.hop import Hop
+
+Payload: TypeAlias = "Manifest | Fold | Hop"
 
 
 @dataclass(frozen=True, slots=True)

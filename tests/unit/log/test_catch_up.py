@@ -142,7 +142,7 @@ def test_a_way_back_is_composed_without_the_base(log: DeltaLog, models: list[Mod
     fold = write_fold(log, 60, 51, {})  # in which no tensor could be found, were it asked
     replica = Replica(log)
     replica.go_to(log.latest(), 60)
-    replica.apply(Hop.fold(fold))
+    replica.apply(Hop.over(fold, fold.manifest))
     assert_at(replica, models, 51)
 
 

@@ -32,7 +32,7 @@ def test_a_fold_leads_from_one_version_to_any_other(tiny: tiny_log.TinyLog, sour
     fold = write_fold(tiny.log, source, to, tiny.base)
     replica = Replica(tiny.log, tiny.base)
     replica.go_to(tiny.log.latest(), source)
-    replica.apply(Hop.fold(fold))
+    replica.apply(Hop.over(fold, fold.manifest))
     assert_at(replica, tiny, to)
 
 
@@ -43,7 +43,8 @@ def test_a_fold_of_folds_needs_no_deltas(tiny: tiny_log.TinyLog) -> None:
         for path in (tiny.run_dir / "versions" / f"{version:020d}").glob("*.safetensors"):
             path.unlink()
     replica = Replica(tiny.log, tiny.base)
-    replica.apply(Hop.fold(write_fold(tiny.log, 0, 3)))
+    made = write_fold(tiny.log, 0, 3)
+    replica.apply(Hop.over(made, made.manifest))
     assert_at(replica, tiny, 3)
 
 
@@ -68,7 +69,7 @@ def test_a_fold_to_a_version_that_does_not_exist_is_refused(tiny: tiny_log.TinyL
 
 
 def test_the_folds_of_a_schedule_are_written_once(tiny: tiny_log.TinyLog) -> None:
-    schedule = FoldSchedule(levels=1, reach=4, stride=1)
+    schedule = FoldSchedule(levels=1, reach=3, stride=1)
     made = write_scheduled(tiny.log, schedule)
     assert [(fold.source, fold.to) for fold in made] == [(0, 2), (0, 3)]
     assert write_scheduled(tiny.log, schedule) == []

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import tiny_folds
 import tiny_log
+from counting_store import CountingStore
 
 from vllm_delta_sync.errors import DigestMismatch, MalformedObject, NotFound, StateHashMismatch, VersionGap
 from vllm_delta_sync.log import DeltaLog, LogWriter
@@ -335,8 +336,8 @@ def test_a_pin_is_reached_also_when_the_manifest_of_the_tip_is_damaged(long: tin
 def test_a_route_forgets_the_oldest_of_what_it_keeps_of_many_manifests(
     long: tiny_log.TinyLog, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("vllm_delta_sync.log.route.KEPT_LINKS", 2)
-    monkeypatch.setattr("vllm_delta_sync.log.route.KEPT_MANIFESTS", 3)
+    monkeypatch.setattr("vllm_delta_sync.log.branch.KEPT_LINKS", 2)
+    monkeypatch.setattr("vllm_delta_sync.log.branch.KEPT_MANIFESTS", 3)
     long.writer.put_catalog(lambda catalog: catalog.model_copy(update={"folds": (), "anchors": ()}))
     replica = Replica(long.log, long.base)
     for version in range(1, LENGTH + 1):
@@ -473,6 +474,29 @@ def test_a_model_finds_its_version_by_content(long_template: tiny_log.TinyLog, v
     np.testing.assert_array_equal(place.lanes, lanes)
     given[2, 3] ^= 1
     assert locate(tiny.log, tiny.log.latest(), base, given, judged) is None
+
+
+@pytest.mark.parametrize("whole", [True, False], ids=["by state root", "by lanes"])
+@pytest.mark.parametrize(
+    ("entries", "version", "is_found"),
+    [(True, 6, True), (True, 5, True), (True, 4, True), (True, 2, False), (False, 2, False), (False, 0, True)],
+)
+def test_only_the_newest_of_many_versions_are_looked_through_one_by_one(
+    long: tiny_log.TinyLog, monkeypatch: pytest.MonkeyPatch, entries: bool, version: int, is_found: bool, whole: bool
+) -> None:
+    monkeypatch.setattr("vllm_delta_sync.log.states.NEWEST", 2)
+    if not entries:
+        long.writer.put_catalog(lambda catalog: catalog.model_copy(update={"folds": (), "anchors": ()}))
+    store = CountingStore(long.log.store)
+    log = DeltaLog(store, long.log.run)
+    base, pointer = log.base_table(), log.latest()
+    judged = np.full(len(base.tensors), True)
+    judged[1] = whole
+    store.gets.clear()
+    place = locate(log, pointer, base, _in_order(long.models[version], long), judged)
+    assert (place is not None and place.version == version) == is_found
+    far = [key for key, _, _ in store.gets if key.startswith("versions/") and int(key.split("/")[1]) in (1, 2, 3)]
+    assert not far
 
 
 def test_a_replica_holds_no_more_than_model_and_delta(long: tiny_log.TinyLog) -> None:

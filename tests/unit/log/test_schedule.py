@@ -63,13 +63,19 @@ def ends(found: Catalog) -> set[tuple[int, int]]:
         (PLAIN, 16, (), (2, 4, 8)),
         (FoldSchedule(base=4, levels=2, reach=0), 16, (), (4, 16)),
         (FoldSchedule(base=3, levels=2, reach=0), 8, (), ()),
-        (FoldSchedule(levels=0, reach=11, stride=1), 11, (), (10,)),
-        (OVERLAPPING, 6, (), (2,)),  # a fold of 8 would begin before version 0
-        (OVERLAPPING, 9, (), (8,)),
-        (OVERLAPPING, 12, (), (2, 4, 8)),
-        (OVERLAPPING, 12, (13, 14), (2, 4, 8)),
+        (FoldSchedule(levels=0, reach=11, stride=1), 12, (), (11,)),
+        (OVERLAPPING, 6, (), (2, 6)),  # a fold of 9 would begin before version 0
+        (OVERLAPPING, 9, (), (9,)),
+        (OVERLAPPING, 12, (), (2, 4, 9)),
+        (OVERLAPPING, 12, (13, 14), (2, 4, 9)),
         (OVERLAPPING, 12, (13, 14, 15), (2, 4)),
-        (FoldSchedule(levels=3, reach=11, stride=3), 24, (), (2, 4, 8)),  # both kinds have a fold of 8
+        (FoldSchedule(levels=3, reach=10, stride=3), 24, (), (2, 4, 8)),  # both kinds have a fold of 8
+        (FoldSchedule(), 7, (), (7,)),
+        (FoldSchedule(), 98, (), (94,)),
+        (FoldSchedule(), 99, (), ()),
+        (FoldSchedule(), 100, (), (2,)),  # from where one of 94 ends
+        (FoldSchedule(), 101, (), ()),
+        (FoldSchedule(), 102, (), (2,)),  # to where one of 94 begins
     ],
 )
 def test_the_lengths_of_the_folds_that_end_at_a_version(
@@ -92,7 +98,7 @@ def test_a_schedule_that_makes_no_sense_is_refused(numbers: dict[str, int]) -> N
 def test_whoever_is_as_far_behind_as_the_reach_finds_one_fold_for_nearly_all_of_its_way(tip: int) -> None:
     schedule = FoldSchedule()
     behind = schedule.reach
-    length = schedule.reach - schedule.stride
+    length = schedule.reach - schedule.stride + 1
     covering = [
         to for to in range(tip - behind, tip + 1) if length in schedule.lengths(to) and to - length >= tip - behind
     ]

@@ -9,10 +9,11 @@ import tempfile
 from pathlib import Path
 
 import pytest
+import tiny_folds
 import tiny_log
 from counting_store import CountingStore
 
-from vllm_delta_sync.errors import CacheError, DigestMismatch, NotFound
+from vllm_delta_sync.errors import CacheError, DigestMismatch, MalformedObject, NotFound
 from vllm_delta_sync.log import held
 from vllm_delta_sync.log.cache import NodeCache
 from vllm_delta_sync.log.fetcher import Fetcher
@@ -58,6 +59,19 @@ def test_a_cache_that_was_asked_for_is_used_for_a_store_of_files_too(
     assert Fetcher(tiny.log.store, cache, NEEDS).object(ref) == whole
     tiny.object(ref.key).unlink()
     assert Fetcher(tiny.log.store, cache, NEEDS).object(ref) == whole
+
+
+def test_the_states_of_an_anchor_come_once_for_all_readers_of_a_node_and_are_proven(
+    tiny: tiny_log.TinyLog, tmp_path: Path
+) -> None:
+    anchor = tiny_folds.add_anchor(tiny, 2)
+    store, cache = CountingStore(tiny.log.store), NodeCache(tmp_path / "cache", 1 << 20)
+    for _ in range(2):
+        table = Fetcher(store, cache, NEEDS).states(anchor.table, anchor.state_root)
+        assert [spec.name for spec in table.tensors] == [spec.name for spec in tiny.log.base_table().tensors]
+    assert [key for key, _, _ in store.gets] == [anchor.table.key]
+    with pytest.raises(MalformedObject, match=anchor.table.key):
+        Fetcher(store, cache, NEEDS).states(anchor.table, tiny.log.tip().state_root)
 
 
 def test_without_files_or_a_cache_a_large_object_is_a_temporary_file(

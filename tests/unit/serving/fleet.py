@@ -14,9 +14,8 @@ import numpy as np
 import torch
 
 from vllm_delta_sync import Publisher, kernels
-from vllm_delta_sync.log import DeltaLog
+from vllm_delta_sync.log import DeltaLog, FoldSchedule
 from vllm_delta_sync.log.cache import NodeCache
-from vllm_delta_sync.log.schedule import FOLDS
 from vllm_delta_sync.serving import messages as msg
 from vllm_delta_sync.serving.locate import locate
 from vllm_delta_sync.serving.proof import Proof
@@ -169,7 +168,7 @@ class Following(Fleet):
         """The steps to versions 1 … tip."""
         manifests = self.log.manifests()
         refs = [manifest.parent for manifest in manifests[2:]] + [self.log.latest().manifest]
-        return [Hop.delta(ref, m) for m, ref in zip(manifests[1:], refs, strict=True) if ref is not None]
+        return [Hop.over(m, ref) for m, ref in zip(manifests[1:], refs, strict=True) if ref is not None]
 
     def join(self) -> msg.Located:
         """Load the base, trace, prove, locate, and hold what was found."""
@@ -189,9 +188,7 @@ class Following(Fleet):
 
     def stage(self, hop: Hop) -> None:
         """On every rank, and check the effect on the hash."""
-        staged = [rank.stage(hop) for rank in self.ranks]
-        lanes = {r: self.proof.dense(r, reply.regions, reply.lanes) for r, reply in enumerate(staged)}
-        self.proof.check_effects(lanes, staged[0].tensors, staged[0].effects)
+        self.proof.check_staged([rank.stage(hop) for rank in self.ranks])
 
     def take(self, hop: Hop) -> None:
         self.stage(hop)
@@ -215,11 +212,11 @@ def publish(
     """Begin a run at `state`, train and publish; returns the state at every version.
 
     Args:
-        folds: whether to fold versions, as publishers do by default.
+        folds: whether to fold versions, two, four, … at a time.
         anchor: whether version 0 brings a checkpoint.
     """
     states = [{name: tensor.clone() for name, tensor in state.items()}]
-    schedule = FOLDS if folds else None
+    schedule = FoldSchedule(levels=5, reach=0) if folds else None
     with Publisher.open(bucket, base=state, anchor=anchor, folds=schedule, anchors=None) as publisher:
         for step in range(1, steps + 1):
             train(state, step)

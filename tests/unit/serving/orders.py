@@ -94,9 +94,9 @@ def hop(to: int, source: int | None = None, kind: str | None = None) -> Hop:
     )
 
 
-def plan(held: int | None, failed: Hop | None = None, **changes: Any) -> Send:
+def plan(held: int | None, failed: Hop | None = None, too_large: bool = False, **changes: Any) -> Send:
     """What the leader is asked when LATEST says `changes` (of `tip`)."""
-    return Send(msg.Plan(latest(**changes), None if held is None else place(held), failed), 0)
+    return Send(msg.Plan(latest(**changes), None if held is None else place(held), failed, too_large), 0)
 
 
 def whole(tensor: str, numel: int, storage: int = 0) -> Region:
@@ -119,7 +119,7 @@ def make(**changes: object) -> Controller:
 def tell(controller: Controller, event: Event, now: float, rank: int = 0, late: int = 0) -> list[Action]:
     """Handle an event as an answer to the latest command (or to one `late` commands ago); attempts read as 0."""
     if hasattr(event, "attempt"):
-        event = replace(event, attempt=controller._attempt - late)
+        event = replace(event, attempt=controller._attempts.number - late)
     actions: list[Action] = []
     for action in controller.handle(event, now, rank):
         if isinstance(action, Send):

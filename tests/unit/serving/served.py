@@ -14,7 +14,7 @@ from tests.unit.serving.fleet import Fleet
 from vllm_delta_sync.errors import DeltaSyncError
 from vllm_delta_sync.log import DeltaLog
 from vllm_delta_sync.log.cache import NodeCache
-from vllm_delta_sync.serving import messages as msg
+from vllm_delta_sync.serving import framing
 from vllm_delta_sync.serving.actions import Action, Adopt, Commit, Committed, Event, Send, Tick, Trace, Traced
 from vllm_delta_sync.serving.commands import Commands
 from vllm_delta_sync.serving.controller import Controller
@@ -78,9 +78,9 @@ class Served(Fleet):
             case Send(message, rank):
                 for number in range(len(self.ranks)) if rank is None else (rank,):
                     # As bytes, as it goes over the channel.
-                    reply = self.commands[number].answer(msg.from_bytes(msg.to_bytes(message)))
+                    reply = self.commands[number].answer(framing.from_bytes(framing.to_bytes(message)))
                     if reply is not None:
-                        self._events.append((number, msg.from_bytes(msg.to_bytes(reply))))
+                        self._events.append((number, framing.from_bytes(framing.to_bytes(reply))))
             case Trace(attempt):
                 self.traces += 1
                 layouts = tuple(rank.trace(model) for rank, model in zip(self.ranks, self.models, strict=True))

@@ -38,7 +38,7 @@ from vllm_delta_sync.serving.actions import (
     Trace,
     Traced,
 )  # fmt: skip
-from vllm_delta_sync.serving.controller import FIRST_RETRY_S
+from vllm_delta_sync.serving.retrying import FIRST_RETRY_S
 from vllm_delta_sync.serving.state import Phase
 from vllm_delta_sync.serving.traced import RankLayout
 
@@ -134,13 +134,23 @@ def test_a_store_that_asks_for_patience_is_not_asked_before() -> None:
     assert tell(controller, Tick(), 27.0) == [plan(0, version=1)]
 
 
-@pytest.mark.parametrize(("cause", "named"), [("digest", True), ("not_found", True), ("unavailable", False)])
-def test_around_a_step_that_is_damaged_another_way_is_asked_for_once(cause: str, named: bool) -> None:
+@pytest.mark.parametrize(
+    ("cause", "named", "too_large"),
+    [
+        ("digest", True, False),
+        ("not_found", True, False),
+        ("staging_limit", True, True),
+        ("unavailable", False, False),
+    ],
+)
+def test_around_a_step_that_cannot_be_taken_another_way_is_asked_for_once(
+    cause: str, named: bool, too_large: bool
+) -> None:
     controller = make()
     joined(controller, latest=8)
     tell(controller, msg.Planned(hop(8, 0)), 0.0)
     tell(controller, msg.Failed("stage", 8, cause, "x"), 0.0, 1)
-    assert tell(controller, Tick(), 60.0) == [plan(0, hop(8, 0) if named else None, version=8)]
+    assert tell(controller, Tick(), 60.0) == [plan(0, hop(8, 0) if named else None, too_large, version=8)]
     assert take(controller, hop(1)) == [plan(1, version=8)]
 
 

@@ -28,7 +28,8 @@ from vllm_delta_sync.errors import VersionGap
 from vllm_delta_sync.serving import course
 from vllm_delta_sync.serving import messages as msg
 from vllm_delta_sync.serving.actions import Adopt, Commit, Committed, Send, Tick, Trace, Traced
-from vllm_delta_sync.serving.controller import FIRST_RETRY_S, LAST_RETRY_S, Controller
+from vllm_delta_sync.serving.controller import Controller
+from vllm_delta_sync.serving.retrying import FIRST_RETRY_S, LAST_RETRY_S
 from vllm_delta_sync.serving.state import Phase
 
 

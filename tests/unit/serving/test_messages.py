@@ -10,6 +10,7 @@ import pytest
 
 from tests.unit.serving.orders import hop, latest, place, ref
 from vllm_delta_sync.errors import MalformedObject, UnsupportedEngine
+from vllm_delta_sync.serving import framing
 from vllm_delta_sync.serving import messages as msg
 from vllm_delta_sync.serving.channel import Hub, Spoke
 
@@ -24,8 +25,8 @@ LANES = np.array([[1, 2, 3, 2**32 - 1], [0, 5, 6, 7]], dtype=np.uint32)
         msg.BaseLoaded(True),
         msg.Stage(hop(3)),
         msg.Stage(hop(3, 7)),
-        msg.Plan(latest(3), None, hop(3, kind="anchor")),
-        msg.Plan(latest(3), place(2), None),
+        msg.Plan(latest(3), None, hop(3, kind="anchor"), False),
+        msg.Plan(latest(3), place(2), hop(3), True),
         msg.Planned(hop(0, kind="anchor")),
         msg.Locate(latest(0), LANES, (1, 2)),
         msg.Proved(LANES, 0.5),
@@ -40,7 +41,7 @@ LANES = np.array([[1, 2, 3, 2**32 - 1], [0, 5, 6, 7]], dtype=np.uint32)
     ],
 )
 def test_a_message_comes_back_as_it_went(message: msg.Message) -> None:
-    back = msg.from_bytes(msg.to_bytes(message))
+    back = framing.from_bytes(framing.to_bytes(message))
     assert type(back) is type(message)
     for name, value in vars(message).items():
         assert (
@@ -64,7 +65,7 @@ def test_a_message_comes_back_as_it_went(message: msg.Message) -> None:
 )
 def test_what_is_no_message_is_refused(data: bytes) -> None:
     with pytest.raises(MalformedObject):
-        msg.from_bytes(data)
+        framing.from_bytes(data)
 
 
 @pytest.fixture

@@ -186,6 +186,19 @@ def test_a_changed_element_more_than_may_wait_is_refused_by_name_and_nothing_mov
     assert served.serves(states[0]) and served.status.failures == {"staging_limit": 1}
 
 
+def test_folds_that_change_more_than_may_wait_are_gone_around_by_smaller_steps(tmp_path: Path) -> None:
+    states = publish(tmp_path, weights(), steps=8, folds=True)
+    elements = sum(parameter.numel() for parameter in Served(tmp_path, states[0]).models[0].parameters())
+    # A delta changes a fifth of the elements, a fold of eight more than four fifths; each takes 8 bytes or more.
+    served = following(tmp_path, states[0], limit=elements * 8 * 2 // 5)
+    assert served.status.served == 0 and served.status.failures == {"staging_limit": 1}
+    for _ in range(3):
+        served.look(5.0)
+    assert served.serves(states[8])
+    assert set(served.status.failures) == {"staging_limit"} and served.status.failures["staging_limit"] <= 3
+    assert "delta" in hops(served)
+
+
 def flip(path: Path) -> None:
     data = bytearray(path.read_bytes())
     data[len(data) // 2] ^= 1

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import logging
+import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -14,6 +16,7 @@ from hooked_store import HookedStore
 from safetensors.torch import save_file
 from tiny_training import Training, TroubledStore
 
+from vllm_delta_sync.errors import AnchorOutpaced
 from vllm_delta_sync.log import AnchorPolicy, DeltaLog, FoldSchedule, folder
 from vllm_delta_sync.log import verify as checks
 from vllm_delta_sync.log.anchors import fetch
@@ -22,8 +25,10 @@ from vllm_delta_sync.log.schedule import FOLDS
 from vllm_delta_sync.store import open_store
 from vllm_delta_sync.trainer import Publisher, source
 from vllm_delta_sync.trainer import base as bases
+from vllm_delta_sync.trainer.frozen import FrozenState
 from vllm_delta_sync.trainer.snapshot import Delta, Snapshot
 from vllm_delta_sync.wire import state_hash
+from vllm_delta_sync.wire.catalog import Catalog
 from vllm_delta_sync.wire.checkpoint import open_checkpoint
 
 SCHEDULE = FoldSchedule(levels=3, reach=8, stride=3)
@@ -239,7 +244,8 @@ def test_an_anchor_of_a_resumed_run_loads_as_the_model_that_was_published(tmp_pa
         assert torch.equal(loaded.state_dict()[name], tensor), name
 
 
-def test_a_run_whose_base_is_gone_is_resumed_from_its_anchor(tmp_path: Path) -> None:
+@pytest.mark.parametrize("changed", [False, True], ids=["gone", "another one by now"])
+def test_a_run_whose_base_is_gone_is_resumed_from_its_anchor(tmp_path: Path, changed: bool) -> None:
     training = Training()
     state = {name: tensor for name, tensor in training.model.state_dict().items() if name != "head.weight"}
     weights = {name: tensor.bfloat16() if tensor.is_floating_point() else tensor for name, tensor in state.items()}
@@ -251,6 +257,10 @@ def test_a_run_whose_base_is_gone_is_resumed_from_its_anchor(tmp_path: Path) -> 
         training.step()
         publisher.publish({name: tensor for name, tensor in training.model.state_dict().items() if name in weights})
     (tmp_path / "base").rename(tmp_path / "elsewhere")
+    if changed:
+        (tmp_path / "base").mkdir()
+        other = {name: tensor + 1 if tensor.is_floating_point() else tensor for name, tensor in weights.items()}
+        save_file(other, tmp_path / "base" / "model.safetensors")
     with Publisher.open(bucket, resume=True, folds=None, anchors=AnchorPolicy(1e-9, every=1)) as publisher:
         assert publisher.version == 1
         training.step()
@@ -260,3 +270,84 @@ def test_a_run_whose_base_is_gone_is_resumed_from_its_anchor(tmp_path: Path) -> 
     (tmp_path / "anchor").mkdir()
     fetch(log.store, log.catalog().anchors[-1].checkpoint, tmp_path / "anchor")
     assert (tmp_path / "anchor" / "config.json").read_text() == '{"model_type": "tiny"}'
+
+
+def test_a_frozen_state_that_the_training_outpaces_is_given_up_and_keeps_nothing() -> None:
+    training = Training()
+    base = bases.from_weights(training.model, torch.bfloat16, None, None)
+    snapshot = Snapshot(base.tensors, 1)
+    deltas = []
+    with snapshot.freeze({}, most_bytes=100_000) as frozen:
+        spec = next(spec for spec in frozen.lanes if spec.name == "up.weight")
+        before = frozen.read(spec).tobytes()
+        while len(deltas) < 200:
+            training.step()
+            deltas.append(snapshot.advance(source.pair_up(training.model, [*snapshot.specs], base.aliases)))
+            kept = sum(step.bytes for step in frozen._later)
+            assert kept <= 100_000
+            if kept == 0:
+                break
+            assert frozen.read(spec).tobytes() == before
+        assert len(deltas) > 2
+        with pytest.raises(AnchorOutpaced, match="100000 bytes of changes"):
+            frozen.read(spec)
+        for delta in reversed(deltas):
+            assert not frozen.lost
+            snapshot.undo(delta)
+        with pytest.raises(AnchorOutpaced):
+            frozen.read(spec)
+
+
+def test_an_anchor_that_the_training_outpaces_is_left_out_and_publishing_goes_on(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    training = Training()
+    policy = AnchorPolicy(share=1e-9, every=3)
+    with (
+        caplog.at_level(logging.WARNING),
+        Publisher.open(str(tmp_path), training.model, folds=None, anchors=policy) as publisher,
+    ):
+        real, reached, gate = publisher._snapshot.freeze, threading.Event(), threading.Event()
+
+        @contextmanager
+        def held_up(files: Mapping[str, bytes]) -> Iterator[FrozenState]:
+            with real(files, most_bytes=1) as frozen:
+                reached.set()
+                assert gate.wait(20)
+                yield frozen
+
+        publisher._snapshot.freeze = held_up  # type: ignore[method-assign, assignment]
+        for _ in range(3):
+            training.step()
+            publisher.publish(training.model)
+        assert reached.wait(20)
+        training.step()
+        publisher.publish(training.model).result(20)
+        gate.set()
+    assert "no anchor at version 3" in caplog.text and "bytes of changes" in caplog.text
+    log = DeltaLog.open(str(tmp_path))
+    assert log.catalog().anchors == ()
+    assert not [key for key in log.store.list("anchors/") if not key.startswith(f"anchors/{0:020d}")]
+    assert tiny_training.logged(open_store(str(tmp_path))) == training.state()
+
+
+def test_a_resumed_publisher_writes_the_folds_of_recent_versions_that_a_kill_left_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    training = Training()
+    with Publisher.open(str(tmp_path), training.model, folds=None, anchors=None) as publisher:
+        for _ in range(9):
+            training.step()
+            publisher.publish(training.model)
+    monkeypatch.setattr("vllm_delta_sync.log.folder._TAKEN_UP", 4)
+    Publisher.open(str(tmp_path), resume=True, folds=SCHEDULE, anchors=None).close()
+    log = DeltaLog.open(str(tmp_path))
+    ends = {(fold.source, fold.to) for fold in log.catalog().folds}
+    # 6 … 9 are looked at; of the two long folds there, the one nearest to the tip is written.
+    none = Catalog(run=log.run)
+    assert ends == {*SCHEDULE.missing(none, 6, 8, waiting=[9]), *SCHEDULE.missing(none, 9, 9)}
+    assert (3, 9) in ends and (0, 6) not in ends
+    sequence = log.latest().sequence
+    Publisher.open(str(tmp_path), resume=True, folds=SCHEDULE, anchors=None).close()
+    assert log.latest().sequence == sequence  # nothing is written twice
+    assert checks.verify(log).faults == ()

@@ -59,8 +59,8 @@ def test_its_fold_leads_from_the_base_to_the_tip(log: DeltaLog) -> None:
     assert fold.manifest == log.latest().manifest
     old, new = golden_log.models()[0], golden_log.models()[2]
     bits = {name: bits.copy() for name, (_, bits) in old.items()}
-    table = log.table(Hop.fold(fold))
-    for block, stored in log.blocks(Hop.fold(fold), table.blocks):
+    table = log.table(Hop.over(fold, fold.manifest))
+    for block, stored in log.blocks(Hop.over(fold, fold.manifest), table.blocks):
         decoded = decode_block(block, stored)
         part = bits[block.spec.name][block.start : block.start + block.count]
         part[decoded.positions] = decoded.new_bits(part[decoded.positions])
