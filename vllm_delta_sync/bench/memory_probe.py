@@ -84,7 +84,7 @@ def stage(bucket: str, old: Path) -> StageMemory:
     located = locate(log, pointer, rank.base, proof.sum({0: rank.prove().lanes}), proof.skipped)
     rank.join(located.place, located.lanes)
     before = resident.reset_peak()
-    rank.stage(Hop.delta(pointer.manifest, tip))
+    rank.stage(Hop.over(tip, pointer.manifest))
     changed = rank.commit(tip.version)
     peak, held = resident.peak() - before, resident.held() - before
     return StageMemory(

@@ -37,7 +37,7 @@ def data(cache: Cache = Path(".cache"), json: output.AsJson = False) -> None:
     found = {kind.value: made(kind, cache.absolute()) for kind in Data}
     rows = {kind: {"old": str(old), "new": str(new), **asdict(changed(old, new))} for kind, (old, new) in found.items()}
     if json:
-        output.print_json(rows)
+        output.print_json({**rows})
         return
     console = Console(soft_wrap=True, highlight=False)
     for kind, row in rows.items():
