@@ -15,7 +15,7 @@ from vllm_delta_sync.log.payload import read_shard
 from vllm_delta_sync.log.reader import DeltaLog
 from vllm_delta_sync.wire import state_hash
 from vllm_delta_sync.wire.catalog import Anchor, Fold
-from vllm_delta_sync.wire.codecs import decode_block
+from vllm_delta_sync.wire.codecs import check_block
 from vllm_delta_sync.wire.manifest import AnchorFile, Manifest, ObjectRef
 from vllm_delta_sync.wire.payload import parts_of
 from vllm_delta_sync.wire.table import VersionTable
@@ -80,7 +80,7 @@ def _block_faults(log: DeltaLog, payload: Manifest | Fold, table: VersionTable) 
             continue
         for block in rows.get(index, []):
             try:
-                decode_block(block, blob[block.offset : block.offset + block.stored])
+                check_block(block, blob[block.offset : block.offset + block.stored])
             except LogError as error:
                 faults.append(_fault(parts.to, error))
     return faults

@@ -14,7 +14,7 @@ import numpy.typing as npt
 from vllm_delta_sync import native
 from vllm_delta_sync.errors import BaseNeeded
 from vllm_delta_sync.wire import dtypes
-from vllm_delta_sync.wire.codec_rules import DENSE, GAP, SLACK_BYTES
+from vllm_delta_sync.wire.codec_rules import CTX, DENSE, GAP, SLACK_BYTES
 from vllm_delta_sync.wire.codecs import EncodedBlock, decode_encoded, dense_block, gap_abs_block, gap_block
 from vllm_delta_sync.wire.tensors import TensorSpec
 
@@ -65,13 +65,18 @@ def hold(spec: TensorSpec, start: int, count: int, encoded: EncodedBlock, change
 
 
 def decode(spec: TensorSpec, held: Held) -> Change:
-    """The change that a held block is. Raises MalformedObject when a stream breaks docs/protocol.md."""
+    """The change that a held block is.
+
+    Raises MalformedObject when a stream breaks docs/protocol.md, BaseNeeded for a ctx block without steps beside it.
+    """
     what = f"block {spec.name!r} [{held.start}, {held.start + held.count})"
-    found = decode_encoded(spec, held.count, held.encoded, what)
+    if held.encoded.codec == CTX and held.steps is not None:
+        return decode(spec, Held(held.start, held.count, held.steps))
+    found = decode_encoded(spec, held.start, held.count, held.encoded, what)
     whole = found.values if held.encoded.codec == DENSE else None
     if held.steps is None:
         return Change(found.positions, found.steps, found.values, whole)
-    beside = decode_encoded(spec, held.count, held.steps, what)
+    beside = decode_encoded(spec, held.start, held.count, held.steps, what)
     if whole is None:
         assert np.array_equal(beside.positions, found.positions), f"{what}: its steps are at other positions"
         return Change(found.positions, beside.steps, found.values)
@@ -195,7 +200,14 @@ def cut(change: Change, start: int, count: int) -> Change:
 
 
 def of_fold(held: Held) -> Held:
-    """The block as a fold states it: a dense one changes its whole range, whoever else had counted."""
+    """The block as a fold states it: a dense one changes its whole range, whoever else had counted.
+
+    A fold has no ctx blocks: who folds has steps, not the values before them. Raises BaseNeeded without those steps.
+    """
+    if held.encoded.codec == CTX:
+        if held.steps is None:
+            raise BaseNeeded("a block of codec ctx does not tell its steps without the values before them")
+        return Held(held.start, held.count, held.steps)
     if held.encoded.codec != DENSE or held.encoded.changed == held.count:
         return held
     return replace(held, encoded=replace(held.encoded, changed=held.count))

@@ -8,7 +8,7 @@ from __future__ import annotations
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import pairwise
 
@@ -18,7 +18,7 @@ from vllm_delta_sync.log import compose as blocks
 from vllm_delta_sync.log.compose import Bits, Change, Held
 from vllm_delta_sync.log.packing import TensorUpdate
 from vllm_delta_sync.wire import state_hash
-from vllm_delta_sync.wire.codecs import EncodedBlock, check_digest, encode_block
+from vllm_delta_sync.wire.codecs import encode_block, encoded_of
 from vllm_delta_sync.wire.frames import Buffer
 from vllm_delta_sync.wire.manifest import ObjectRef
 from vllm_delta_sync.wire.state_hash import Lanes
@@ -69,10 +69,9 @@ def of_payload(source: End, to: End, table: VersionTable, found: Iterable[tuple[
     """The layer of a table and the stored bytes of all its blocks. Raises DigestMismatch for a damaged block."""
     held: dict[int, list[Held]] = {}
     for block, payload in found:
-        check_digest(block, payload)
-        view, at = memoryview(payload), block.length[0]
+        found_at = encoded_of(block, payload)
         # Copied, so that a layer holds its blocks and not the whole shards they came from.
-        encoded = EncodedBlock(block.codec, block.changed, bytes(view[:at]), bytes(view[at:]), block.raw)
+        encoded = replace(found_at, index=bytes(found_at.index), value=bytes(found_at.value))
         held.setdefault(block.tensor, []).append(Held(block.start, block.count, encoded))
     return _layer(
         source,

@@ -65,6 +65,7 @@ def pack(updates: Sequence[TensorUpdate], shard_bytes: int) -> Packed:
                 length=(len(encoded.index), len(encoded.value)),
                 raw=encoded.raw,
                 digest=encoded.digest(),
+                model=encoded.model,
             )
             rows.append(row)
             offset += encoded.stored

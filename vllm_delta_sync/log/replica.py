@@ -149,11 +149,12 @@ class Replica:
     def _change(
         self, block: Block, payload: Buffer, lanes: dict[TensorSpec, state_hash.Lanes], undo: list[_Undo]
     ) -> None:
-        spec, decoded = block.spec, decode_block(block, payload)
+        spec = block.spec
         if spec.name not in self._own:
             self.tensors[spec.name] = spec, np.array(self.tensors[spec.name][1])
             self._own.add(spec.name)
         bits = self.tensors[spec.name][1][block.start : block.start + block.count]
+        decoded = decode_block(block, payload, bits)
         old = bits[decoded.positions]
         new = decoded.new_bits(old)
         effect = native.hash_changes(decoded.positions, block.start, old, new, state_hash.seed(spec))

@@ -12,7 +12,7 @@ from vllm_delta_sync.log.needs import Needs
 from vllm_delta_sync.log.reader import DeltaLog
 from vllm_delta_sync.log.replica import anchor_table, require_onward
 from vllm_delta_sync.log.route import Route
-from vllm_delta_sync.wire.codecs import decode_block
+from vllm_delta_sync.wire.codecs import check_block
 from vllm_delta_sync.wire.hop import Hop
 from vllm_delta_sync.wire.manifest import LatestPointer, ObjectRef
 
@@ -100,6 +100,6 @@ class Tail:
         try:
             table = self._fetcher.table(hop)
             for block, payload in self._fetcher.blocks(hop, table):
-                decode_block(block, payload)
+                check_block(block, payload)
         finally:
             self.fetched += self._fetcher.fetched_bytes

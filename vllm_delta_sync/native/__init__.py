@@ -5,6 +5,7 @@ Does not import torch, vLLM or anything above it. Both implementations give the 
 
 from __future__ import annotations
 
+from vllm_delta_sync.native.ctx_types import CtxGrid, CtxModel, Tally
 from vllm_delta_sync.native.types import Changes, Seed
 
 try:
@@ -26,6 +27,7 @@ try:
         read_sum,
         scatter,
     )
+    from vllm_delta_sync.native.ctx_cpu import ctx_decode, ctx_encode, ctx_model, ctx_survey, ctx_tally
 
     _BACKEND = f"native ({INSTRUCTION_SET})"
     _REASON = PATH
@@ -46,6 +48,7 @@ except ImportError as error:
         read_sum,
         scatter,
     )
+    from vllm_delta_sync.native.portable_ctx import ctx_decode, ctx_encode, ctx_model, ctx_survey, ctx_tally
 
     _BACKEND = "portable (numpy)"
     _REASON = str(error)
@@ -63,10 +66,18 @@ def backend_reason() -> str:
 
 __all__ = [
     "Changes",
+    "CtxGrid",
+    "CtxModel",
     "Seed",
+    "Tally",
     "apply_steps",
     "backend",
     "backend_reason",
+    "ctx_decode",
+    "ctx_encode",
+    "ctx_model",
+    "ctx_survey",
+    "ctx_tally",
     "decode_gaps",
     "decode_steps",
     "diff",

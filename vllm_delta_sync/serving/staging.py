@@ -19,6 +19,8 @@ from vllm_delta_sync.native.types import U32, Bits
 from vllm_delta_sync.serving.affine import Region
 from vllm_delta_sync.serving.memory import LiveMemory, Patch, offsets_of, widen
 from vllm_delta_sync.serving.messages import Lanes
+from vllm_delta_sync.serving.tiles import TileReader
+from vllm_delta_sync.wire.codec_rules import CTX
 from vllm_delta_sync.wire.codecs import DecodedBlock, decode_block
 from vllm_delta_sync.wire.frames import Buffer
 from vllm_delta_sync.wire.table import Block
@@ -124,13 +126,14 @@ def stage(
 
     Raises:
         StagingLimit: they take more.
+        BaseNeeded: a tile of a ctx block is held in part.
     """
-    draft = Draft(memory, limit)
+    draft, tiles = Draft(memory, limit), TileReader(regions, memory)
     for block, payload in blocks:
         held = regions_of.get(block.spec.name, ())
         if not held:
             continue
-        decoded = decode_block(block, payload)
+        decoded = tiles.decode(block, payload, held) if block.codec == CTX else decode_block(block, payload)
         for index in held:
             _stage_region(block, decoded, index, regions[index], seeds[block.spec.name], memory, draft)
     return draft.effect()

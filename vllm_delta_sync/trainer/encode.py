@@ -17,12 +17,16 @@ from vllm_delta_sync.log import LogWriter, TensorUpdate
 from vllm_delta_sync.log.compose import Held, hold
 from vllm_delta_sync.log.folder import Folder
 from vllm_delta_sync.log.layers import Changed, End, Layer
+from vllm_delta_sync.native import CtxModel
+from vllm_delta_sync.native.types import Bits
 from vllm_delta_sync.trainer.pipeline import InFlight
 from vllm_delta_sync.trainer.publication import Published
 from vllm_delta_sync.trainer.snapshot import BlockDelta, Delta
-from vllm_delta_sync.wire import dtypes
+from vllm_delta_sync.trainer.splits import SplitDim
+from vllm_delta_sync.wire import ctx, dtypes
 from vllm_delta_sync.wire.codec_rules import DENSE
-from vllm_delta_sync.wire.codecs import EncodedBlock, encode_block
+from vllm_delta_sync.wire.codecs import Context, EncodedBlock, encode_block
+from vllm_delta_sync.wire.tensors import TensorSpec
 
 
 class Encoder:
@@ -31,19 +35,24 @@ class Encoder:
     Args:
         turn: held while a version is written, for the writer is not to be used from two threads at a time.
         folder: told of each version; None where nothing folds them.
+        split: which dimension of a tensor servers split, to code blocks against the values before; None: do not.
     """
 
-    def __init__(self, writer: LogWriter, threads: int, turn: threading.Lock, folder: Folder | None) -> None:
+    def __init__(
+        self, writer: LogWriter, threads: int, turn: threading.Lock, folder: Folder | None, split: SplitDim | None
+    ) -> None:
         self._writer = writer
         self._threads = threads
         self._turn = turn
         self._folder = folder
+        self._split_dim = split
 
     def write(self, version: InFlight) -> Published:
         """Make a version durable. Raises what `LogWriter.commit` raises."""
         began = time.perf_counter()
+        coder = _Coder(version, self._split_dim)
         with ThreadPoolExecutor(self._threads, "delta-sync-encode") as pool:
-            encoded = list(pool.map(encode, version.delta.blocks))
+            encoded = list(pool.map(coder.encode, version.delta.blocks))
         ready = time.perf_counter()
         with self._turn:
             before = _tip(self._writer)
@@ -68,16 +77,42 @@ class Encoder:
         )
 
 
-def encode(block: BlockDelta) -> EncodedBlock:
-    """The smallest encoding of a block's changes."""
-    spec, count, current = block.spec, block.count, block.current
-    if current is not None:
-        return encode_block(spec, block.changes, block.start, count, current)
-    # The snapshot has moved on, so the block's elements of this version are gone; only the dense codec would need them.
-    absent = np.broadcast_to(np.zeros(1, dtypes.by_name(spec.dtype).bits), count)
-    encoded = encode_block(spec, block.changes, block.start, count, absent)
-    assert encoded.codec != DENSE, f"{spec.name}: {encoded.changed} of {count} elements became a dense block"
-    return encoded
+class _Coder:
+    """Encodes the blocks of one version as what takes least."""
+
+    def __init__(self, version: InFlight, split_dim: SplitDim | None) -> None:
+        self._state = version.state
+        self._split_dim = split_dim
+        self._models: dict[str, CtxModel] = {}
+        if split_dim is not None:
+            self._models = ctx.make_models(version.delta.blocks, self._sample)
+
+    def encode(self, block: BlockDelta) -> EncodedBlock:
+        """The smallest encoding of a block's changes."""
+        spec, count, current = block.spec, block.count, block.current
+        context = None
+        if spec.dtype in self._models:
+            context = Context(self._models[spec.dtype], self._old(block), self._dim(spec))
+        if current is not None:
+            return encode_block(spec, block.changes, block.start, count, current, context)
+        # The snapshot has moved on, so the block's elements of this version are gone; only the dense codec needs them.
+        absent = np.broadcast_to(np.zeros(1, dtypes.by_name(spec.dtype).bits), count)
+        encoded = encode_block(spec, block.changes, block.start, count, absent, context)
+        assert encoded.codec != DENSE, f"{spec.name}: {encoded.changed} of {count} elements became a dense block"
+        return encoded
+
+    def _sample(self, block: BlockDelta) -> ctx.Sample:
+        return ctx.Sample(block.spec, block.start, self._old(block), block.changes, self._dim(block.spec))
+
+    def _old(self, block: BlockDelta) -> Bits:
+        """The bits uW[count] of a block before it changed."""
+        bits = self._state.read_block(block.spec, block.start, block.count)
+        block.changes.undo(bits)
+        return bits
+
+    def _dim(self, spec: TensorSpec) -> int:
+        assert self._split_dim is not None, "there are models"
+        return self._split_dim(spec)
 
 
 def _tip(writer: LogWriter) -> End:

@@ -13,6 +13,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 
 from vllm_delta_sync.errors import PublishError
+from vllm_delta_sync.trainer.frozen import FrozenState
 from vllm_delta_sync.trainer.publication import Published
 from vllm_delta_sync.trainer.snapshot import Delta
 
@@ -32,6 +33,7 @@ class InFlight:
     step: int | None
     metadata: dict[str, str]
     delta: Delta
+    state: FrozenState  # right after it
     outcome: Future[Published] = field(default_factory=_outcome)
 
 

@@ -26,6 +26,7 @@ from vllm_delta_sync.trainer.encode import Encoder
 from vllm_delta_sync.trainer.pipeline import Failure, InFlight, Pipeline
 from vllm_delta_sync.trainer.publication import Publication
 from vllm_delta_sync.trainer.snapshot import Delta
+from vllm_delta_sync.trainer.splits import SplitDim, split_dim
 
 logger = logging.getLogger(__name__)
 
@@ -45,6 +46,7 @@ class Publisher:
         threads: int,
         folds: FoldSchedule | None,
         anchors: AnchorPolicy | None,
+        split_dim: SplitDim | None,
     ) -> None:
         self._writer = at.writer
         self._snapshot = at.snapshot
@@ -52,7 +54,7 @@ class Publisher:
         self._version = at.writer.tip.version  # the last one given out
         turn = threading.Lock()
         self._folder = _folder(at, turn, folds, anchors, threads)
-        self._pipeline = Pipeline(Encoder(at.writer, threads, turn, self._folder).write, max_in_flight)
+        self._pipeline = Pipeline(Encoder(at.writer, threads, turn, self._folder, split_dim).write, max_in_flight)
         self._calls = threading.RLock()
         self._closed: DeltaSyncError | None = None
 
@@ -71,6 +73,7 @@ class Publisher:
         threads: int | None = None,
         folds: FoldSchedule | None = FOLDS,
         anchors: AnchorPolicy | None = ANCHORS,
+        ctx: bool | SplitDim = False,
     ) -> Publisher:
         """Begin a run with `base` as version 0, or continue the current one.
 
@@ -91,6 +94,9 @@ class Publisher:
             threads: for comparing and encoding; at most 8 by default.
             folds: which folds to write behind the versions, so that whoever is behind catches up cheaply; None: none.
             anchors: when to write a full checkpoint behind them, for whoever comes late or comes back; None: never.
+            ctx: whether blocks are coded against the values before, which halves them. Servers need ranks that split
+                a tensor into 2, 4, 8 or 16 parts, or not at all; which dimension they split is guessed from its name,
+                or told by a function from its `TensorSpec` given here.
 
         Raises:
             ConfigError: an argument is out of range, or the base cannot be read.
@@ -102,6 +108,7 @@ class Publisher:
         if anchor not in ("auto", "always", "never"):
             raise ConfigError(f"anchor is {anchor!r}; it must be 'auto', 'always' or 'never'")
         workers = threads or min(8, os.cpu_count() or 1)
+        split = (split_dim if ctx is True else ctx) or None
         store = open_store(os.fspath(uri)) if isinstance(uri, str | os.PathLike) else uri
         if resume:
             try:
@@ -110,7 +117,14 @@ class Publisher:
                 pass  # a first start, or one that ended before version 0 was complete
             else:
                 continued = lineage.continue_run(log, base, dtype, workers)
-                return cls(continued, max_in_flight=max_in_flight, threads=workers, folds=folds, anchors=anchors)
+                return cls(
+                    continued,
+                    max_in_flight=max_in_flight,
+                    threads=workers,
+                    folds=folds,
+                    anchors=anchors,
+                    split_dim=split,
+                )
         if base is None:
             raise ConfigError(f"{store.uri} holds no run to resume; give base= to begin one")
         begun = lineage.begin_run(store, lineage.read_base(base, dtype, model_id, revision), anchor, workers)
@@ -121,7 +135,7 @@ class Publisher:
                 store.uri,
                 begun.writer.log.run,
             )
-        return cls(begun, max_in_flight=max_in_flight, threads=workers, folds=folds, anchors=anchors)
+        return cls(begun, max_in_flight=max_in_flight, threads=workers, folds=folds, anchors=anchors, split_dim=split)
 
     @property
     def run(self) -> str:
@@ -216,7 +230,7 @@ class Publisher:
         version: InFlight | None = None
         try:
             delta = self._snapshot.advance(pairs)
-            version = InFlight(before + 1, step, texts, delta)
+            version = InFlight(before + 1, step, texts, delta, self._snapshot.at_present())
             self._version = version.version
             self._pipeline.submit(version)
             return version

@@ -5,12 +5,14 @@ Does not encode or send anything; does not know versions' numbers.
 
 from __future__ import annotations
 
+import sys
 import threading
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
+from weakref import WeakSet
 
 import numpy as np
 import torch
@@ -79,7 +81,7 @@ class Snapshot:
         self._threads = threads
         self._scratch = source.Scratch()
         self._moving = threading.Lock()  # held while bits and lanes change, for `freeze` may be called from elsewhere
-        self._frozen: list[FrozenState] = []
+        self._frozen: WeakSet[FrozenState] = WeakSet()
         with ThreadPoolExecutor(threads, "delta-sync-hash") as pool:
             lanes = pool.map(lambda name: state_hash.of_tensor(self._specs[name], self._bits[name]), self._bits)
             self._lanes = dict(zip(self._specs.values(), lanes, strict=True))
@@ -208,14 +210,22 @@ class Snapshot:
         """
         if most_bytes is None:
             most_bytes = max(FROZEN_BYTES, sum(spec.nbytes for spec in self._specs.values()) // 2)
-        with self._moving:
-            frozen = FrozenState(self._bits, self._lanes, self._moving, files, most_bytes)
-            self._frozen.append(frozen)
+        frozen = self._freeze(files, most_bytes)
         try:
             yield frozen
         finally:
             with self._moving:
-                self._frozen.remove(frozen)
+                self._frozen.discard(frozen)
+
+    def at_present(self) -> FrozenState:
+        """The same without files, for as long as somebody has it: a version's, while it is encoded."""
+        return self._freeze({}, sys.maxsize)
+
+    def _freeze(self, files: Mapping[str, bytes], most_bytes: int) -> FrozenState:
+        with self._moving:
+            frozen = FrozenState(self._bits, self._lanes, self._moving, files, most_bytes)
+            self._frozen.add(frozen)
+            return frozen
 
     def _restore(self, blocks: Iterable[BlockDelta]) -> None:
         for block in blocks:

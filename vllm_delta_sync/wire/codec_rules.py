@@ -11,8 +11,10 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-DENSE, GAP, GAP_ABS = 0, 1, 2
-NAMES = {DENSE: "dense", GAP: "gap", GAP_ABS: "gap-abs"}
+DENSE, GAP, GAP_ABS, CTX = 0, 1, 2, 3
+NAMES = {DENSE: "dense", GAP: "gap", GAP_ABS: "gap-abs", CTX: "ctx"}
+MAX_MODELS = 64  # of a table, for `ctx`
+MAX_HEAD = 1 << 14  # bytes of a ctx block's index stream: a few for each of at most 4096 tiles
 
 # A fold of sparse blocks may come out sparse where a dense copy would be smaller, because whoever folds does not know
 # the values that are not listed. Streams of a few elements exceed such a copy by their frames' headers.
@@ -22,19 +24,29 @@ Column = npt.NDArray[Any]
 
 
 def violations(
-    codec: Column, count: Column, changed: Column, width: Column, half: Column, length: Column, raw: Column
+    codec: Column,
+    count: Column,
+    changed: Column,
+    width: Column,
+    half: Column,
+    length: Column,
+    raw: Column,
+    model: Column,
+    models: int,
 ) -> Iterator[tuple[npt.NDArray[np.bool_], str]]:
-    """(rows that break a rule, the rule), one rule after the other; all columns int64 [B], length and raw [B, 2]."""
-    dense, gap, gap_abs = (codec == code for code in (DENSE, GAP, GAP_ABS))
+    """(rows that break a rule, the rule), one by one; columns int64 [B]; length, raw [B, 2]; `models`: how many."""
+    dense, gap, gap_abs, ctx = (codec == code for code in (DENSE, GAP, GAP_ABS, CTX))
     index, value = raw[:, 0], raw[:, 1]
     size = count * width
-    yield ~(dense | gap | gap_abs), f"its codec is not one of {', '.join(f'{c} {n}' for c, n in NAMES.items())}"
-    yield gap & ~half, "codec gap is for BF16 and F16 only"
+    yield ~(dense | gap | gap_abs | ctx), f"its codec is not one of {', '.join(f'{c} {n}' for c, n in NAMES.items())}"
+    yield (gap | ctx) & ~half, "codecs gap and ctx are for BF16 and F16 only"
+    yield np.where(ctx, model >= models, model != 0), "it names a model that there is not"
+    yield ctx & ((raw != length).any(axis=1) | (index > MAX_HEAD)), "its streams cannot be that long"
     yield dense & ((index != 0) | (length[:, 0] != 0)), "a dense block has no index stream"
     yield dense & ((value != size) | (length[:, 1] != size)), "a dense block holds its count of elements, raw"
-    sparse = ~dense
+    sparse, gaps = ~dense, gap | gap_abs
     # Each gap takes one byte and one more per 255 positions it skips, and all gaps together skip less than `count`.
-    yield sparse & ((index < changed) | (index > changed + count // 255 + 1)), "its index stream cannot be that long"
+    yield gaps & ((index < changed) | (index > changed + count // 255 + 1)), "its index stream cannot be that long"
     yield gap & ((value < changed) | (value > 3 * changed)), "its steps take one or three bytes each"
     yield gap_abs & (value != changed * width), "its values take one element's bytes each"
     yield sparse & (length < 1).any(axis=1), "it lacks a stream"

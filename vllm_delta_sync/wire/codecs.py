@@ -1,6 +1,6 @@
 """The closed registry of codecs: encoding the changes of a block as the smallest of them, and decoding hostile blocks.
 
-Does not apply changes: `gap` needs old values, which only the caller has.
+Does not apply changes: `gap` and `ctx` need old values, which only the caller has.
 """
 
 from __future__ import annotations
@@ -13,27 +13,34 @@ import numpy as np
 import numpy.typing as npt
 
 from vllm_delta_sync import native
-from vllm_delta_sync.errors import DigestMismatch, MalformedObject
-from vllm_delta_sync.wire import dtypes, frames
-from vllm_delta_sync.wire.codec_rules import DENSE, GAP, GAP_ABS
+from vllm_delta_sync.errors import BaseNeeded, DigestMismatch, MalformedObject
+from vllm_delta_sync.native import CtxModel
+from vllm_delta_sync.wire import ctx, dtypes, frames
+from vllm_delta_sync.wire.codec_rules import CTX, DENSE, GAP, GAP_ABS
 from vllm_delta_sync.wire.frames import Buffer
 from vllm_delta_sync.wire.table import Block
 from vllm_delta_sync.wire.tensors import TensorSpec
 
 DIGEST_BYTES = 16
+TRIED = 4096  # changes that are coded as gaps to see whether all should be
+CHEAPER = 0.85  # by so much their share may come out smaller than those of the whole block
 
 Bits = npt.NDArray[Any]  # unsigned integers of a dtype's width
 
 
 @dataclass(frozen=True, slots=True)
 class EncodedBlock:
-    """A block ready for a shard. `index` and `value` are its stored streams, `raw` their raw sizes in bytes."""
+    """A block ready for a shard. `index` and `value` are its stored streams, `raw` their raw sizes in bytes.
+
+    A ctx block has the model that it is coded with, by the same identity as others of its version.
+    """
 
     codec: int
     changed: int
     index: Buffer
     value: Buffer
     raw: tuple[int, int]
+    model: CtxModel | None = None
 
     @property
     def stored(self) -> int:
@@ -47,7 +54,7 @@ class EncodedBlock:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class DecodedBlock:
-    """Changes of a block: positions u32[n], ascending from its start; then steps u16[n] (gap) or values uW[n]."""
+    """Changes of a block: positions u32[n], ascending from its start; steps u16[n] (gap, ctx) or values uW[n]."""
 
     codec: int
     positions: npt.NDArray[np.uint32]
@@ -69,19 +76,68 @@ def _digest(*parts: Buffer) -> bytes:
     return digest.digest()
 
 
-def encode_block(spec: TensorSpec, changes: native.Changes, start: int, count: int, current: Bits) -> EncodedBlock:
-    """Encode the changes in elements start … start+count−1 of a tensor as the smallest of gap, gap-abs and dense.
+@dataclass(frozen=True, slots=True, eq=False)
+class Context:
+    """What coding a block as `ctx` takes besides its changes."""
+
+    model: CtxModel
+    old: Bits  # uW[count], the whole block before the changes
+    dim: int  # the dimension that ranks split
+
+
+def encode_block(
+    spec: TensorSpec,
+    changes: native.Changes,
+    start: int,
+    count: int,
+    current: Bits,
+    context: Context | None = None,
+) -> EncodedBlock:
+    """Encode the changes in elements start … start+count−1 of a tensor as the smallest of the codecs that are possible.
 
     Args:
         changes: positions u32[n] relative to `start`, ascending, n ≥ 1, with old and new bits uW[n], all different.
         current: the new bits uW[count] of the whole block, for the dense codec.
+        context: for the ctx codec.
     """
     changed, width = len(changes.positions), spec.width
     assert 1 <= changed <= count and len(current) == count, f"{spec.name} [{start}, +{count}): {changed} changes"
     size = count * width
     half = dtypes.by_name(spec.dtype).half
+    coded = ctx_of(spec, changes, start, context) if half and context is not None else None
+    if coded is not None and not _gap_may_win(spec, changes, coded):
+        return coded
     best = _gap(spec, changes) if half else gap_abs_block(changes.positions, changes.new)
+    if coded is not None and coded.stored <= best.stored:
+        return coded
     return best if best.stored < size else dense_block(current, changed)
+
+
+def gap_of(changes: native.Changes) -> EncodedBlock:
+    """The steps of changes of half floats, n ≥ 1."""
+    index, value = native.encode_gaps(changes.positions), native.encode_steps(changes.old, changes.new)
+    return EncodedBlock(GAP, len(changes.positions), _pack(index), _pack(value), (index.size, value.size))
+
+
+def ctx_of(spec: TensorSpec, changes: native.Changes, start: int, context: Context) -> EncodedBlock | None:
+    """Changes of half floats, n ≥ 1, coded against the values before; None where that takes as much as a dense copy."""
+    size = context.old.nbytes
+    found = ctx.encode(context.model, spec, start, context.old, changes, context.dim, size)
+    if found is None or len(found[0]) + len(found[1]) >= size:
+        return None
+    index, value = found
+    return EncodedBlock(CTX, len(changes.positions), index, value.data, (len(index), len(value)), context.model)
+
+
+def _gap_may_win(spec: TensorSpec, changes: native.Changes, coded: EncodedBlock) -> bool:
+    """Whether gaps, which take a general compressor, are worth trying: judged by some in the middle of the block."""
+    changed = len(changes.positions)
+    if changed <= TRIED:
+        return True
+    middle = slice(changed // 2, changed // 2 + TRIED)
+    positions = changes.positions[middle] - changes.positions[middle.start]
+    trial = _gap(spec, native.Changes(positions, changes.old[middle], changes.new[middle]))
+    return trial.stored * changed * CHEAPER <= coded.stored * len(positions)
 
 
 def gap_block(positions: npt.NDArray[np.uint32], steps: npt.NDArray[np.uint16]) -> EncodedBlock:
@@ -103,8 +159,7 @@ def dense_block(values: Bits, changed: int) -> EncodedBlock:
 
 
 def _gap(spec: TensorSpec, changes: native.Changes) -> EncodedBlock:
-    index, value = native.encode_gaps(changes.positions), native.encode_steps(changes.old, changes.new)
-    steps = EncodedBlock(GAP, len(changes.positions), _pack(index), _pack(value), (index.size, value.size))
+    steps = gap_of(changes)
     # Steps of RL updates take a few bits each. Only where they take more than a byte can whole values be the smaller.
     if len(steps.value) <= steps.changed:
         return steps
@@ -112,7 +167,7 @@ def _gap(spec: TensorSpec, changes: native.Changes) -> EncodedBlock:
     packed = _pack(planes)
     if len(packed) >= len(steps.value):
         return steps
-    return EncodedBlock(GAP_ABS, steps.changed, steps.index, packed, (index.size, planes.size))
+    return EncodedBlock(GAP_ABS, steps.changed, steps.index, packed, (steps.raw[0], planes.size))
 
 
 def _pack(raw: npt.NDArray[np.uint8]) -> bytes:
@@ -133,25 +188,79 @@ def check_digest(block: Block, payload: Buffer) -> None:
         )
 
 
-def decode_block(block: Block, payload: Buffer) -> DecodedBlock:
+def encoded_of(block: Block, payload: Buffer) -> EncodedBlock:
+    """The streams of a block in its stored bytes, once these are verified. Raises DigestMismatch."""
+    check_digest(block, payload)
+    view, at = memoryview(payload), block.length[0]
+    return EncodedBlock(block.codec, block.changed, view[:at], view[at:], block.raw, block.model)
+
+
+def decode_block(block: Block, payload: Buffer, old: Bits | None = None) -> DecodedBlock:
     """Verify and decode the stored bytes of a block whose row passed the rules of `VersionTable.from_bytes`.
+
+    Args:
+        old: the bits uW[count] of the whole block before the change, for codec ctx.
 
     Returns:
         positions u32[n] below `block.count` (dense: 0 … count−1) with steps u16[n] or values uW[n].
 
     Raises:
         DigestMismatch: the bytes are not those the table states.
-        MalformedObject: a stream breaks docs/protocol.md.
+        MalformedObject: a stream breaks docs/protocol.md; of a ctx block, or `old` is not what it was made from.
+        BaseNeeded: codec ctx, without `old`.
     """
-    check_digest(block, payload)
-    view = memoryview(payload)
-    encoded = EncodedBlock(block.codec, block.changed, view[: block.length[0]], view[block.length[0] :], block.raw)
-    return decode_encoded(block.spec, block.count, encoded, f"block {block}")
+    return decode_encoded(block.spec, block.start, block.count, encoded_of(block, payload), f"block {block}", old)
 
 
-def decode_encoded(spec: TensorSpec, count: int, encoded: EncodedBlock, what: str) -> DecodedBlock:
+def check_block(block: Block, payload: Buffer) -> None:
+    """Verify the stored bytes of a block as far as that goes without its old values; raises as `decode_block` does."""
+    if block.codec != CTX:
+        decode_block(block, payload)
+        return
+    encoded = encoded_of(block, payload)
+    ctx_header(block.spec, block.start, block.count, encoded, f"block {block}")
+
+
+def ctx_header(spec: TensorSpec, start: int, count: int, encoded: EncodedBlock, what: str) -> ctx.CtxHeader:
+    """How a ctx block is cut into tiles, and what each takes. Raises MalformedObject."""
+    try:
+        return ctx.read_header(spec, start, count, encoded.index, len(encoded.value))
+    except MalformedObject as error:
+        raise MalformedObject(f"{what}: {error}") from None
+
+
+def decode_tiles(
+    header: ctx.CtxHeader, encoded: EncodedBlock, old: Bits, wanted: npt.NDArray[np.uint8], what: str
+) -> DecodedBlock:
+    """Decode tiles of a ctx block: those of `wanted` u8[T], whose old bits are right in `old` uW[count].
+
+    Raises MalformedObject for a stream that breaks docs/protocol.md, or old bits that are not what it was made from.
+    """
+    assert encoded.model is not None, f"{what}: a ctx block has a model"
+    data = np.frombuffer(encoded.value, np.uint8)
+    try:
+        positions, steps = native.ctx_decode(
+            encoded.model, old, header.grid, header.sizes, header.lanes, data, wanted, encoded.changed
+        )
+    except MalformedObject as error:
+        raise MalformedObject(f"{what}: {error}") from None
+    if wanted.all() and len(positions) != encoded.changed:
+        raise MalformedObject(f"{what}: {len(positions)} changes, {encoded.changed} stated")
+    return DecodedBlock(CTX, positions, steps, None)
+
+
+def decode_encoded(
+    spec: TensorSpec, start: int, count: int, encoded: EncodedBlock, what: str, old: Bits | None = None
+) -> DecodedBlock:
     """Decode a block of `count` elements whose digest was checked and whose row passed the rules; else as above."""
     bits, changed = dtypes.by_name(spec.dtype).bits, encoded.changed
+    if encoded.codec == CTX:
+        if old is None:
+            raise BaseNeeded(
+                f"{what}: codec ctx is decoded against the values before the change, which are not at hand"
+            )
+        header = ctx_header(spec, start, count, encoded, what)
+        return decode_tiles(header, encoded, old, np.ones(header.grid.tiles, np.uint8), what)
     if encoded.codec == DENSE:
         # A block may begin at any byte of its shard; native code wants whole elements aligned.
         values = np.require(np.frombuffer(encoded.value, bits), requirements="A")

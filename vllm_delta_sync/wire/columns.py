@@ -6,12 +6,15 @@ Does not build `Block` rows: that is `table`, once everything here has been chec
 from __future__ import annotations
 
 import itertools
+from collections.abc import Sequence
 from typing import Any, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 
+from vllm_delta_sync import native
 from vllm_delta_sync.errors import MalformedObject
+from vllm_delta_sync.native.ctx_types import GAP_SYMBOLS, STEP_SYMBOLS
 from vllm_delta_sync.wire import codec_rules, container, dtypes
 from vllm_delta_sync.wire.tensors import MAX_RANK, TensorSpec
 
@@ -39,12 +42,24 @@ _SCHEMA: dict[str, tuple[str, str, tuple[int, ...]]] = {
     "blocks.length": ("U64", "<u8", (2,)),
     "blocks.raw": ("U64", "<u8", (2,)),
     "blocks.digest": ("U8", "<u1", (16,)),
+    "blocks.model": ("U8", "<u1", ()),
+    "models.classes": ("U8", "<u1", ()),
+    "models.last": ("U8", "<u1", ()),
+    "models.gaps": ("U16", "<u2", (GAP_SYMBOLS,)),
+    "models.steps": ("U16", "<u2", (STEP_SYMBOLS,)),
 }
+
+
+# These a table has all, or has none when it has no ctx blocks.
+_CTX = frozenset(("blocks.model", "models.classes", "models.last", "models.gaps", "models.steps"))
 
 
 def pack(columns: Columns) -> bytes:
     """The safetensors file of the columns, widest elements first so that each is aligned."""
-    order = sorted(_SCHEMA, key=lambda name: (-np.dtype(_SCHEMA[name][1]).itemsize, name))
+    order = sorted(
+        _SCHEMA if len(columns["models.classes"]) else _SCHEMA.keys() - _CTX,
+        key=lambda name: (-np.dtype(_SCHEMA[name][1]).itemsize, name),
+    )
     head = container.layout([(name, _SCHEMA[name][0], columns[name].shape) for name in order], {})
     return b"".join((head, *(np.ascontiguousarray(columns[name], _SCHEMA[name][1]).tobytes() for name in order)))
 
@@ -52,11 +67,17 @@ def pack(columns: Columns) -> bytes:
 def unpack(raw: bytes, what: str) -> Columns:
     """The columns of a table file as views of `raw`; raises MalformedObject unless they are exactly the schema's."""
     header = container.parse_file(raw, what)
-    if set(header.entries) != set(_SCHEMA):
-        odd = sorted(set(header.entries) ^ set(_SCHEMA))
+    schema = _SCHEMA.keys() if _CTX & header.entries.keys() else _SCHEMA.keys() - _CTX
+    if set(header.entries) != schema:
+        odd = sorted(set(header.entries) ^ schema)
         raise MalformedObject(f"{what}: not the columns of format 1; missing or unknown: {', '.join(odd)[:200]}")
     found: Columns = {}
     for name, (dtype, numpy_dtype, trailing) in _SCHEMA.items():
+        if name not in schema:
+            found[name] = np.zeros(
+                (len(found["blocks.tensor"]) if name == "blocks.model" else 0, *trailing), numpy_dtype
+            )
+            continue
         entry = header.entries[name]
         if entry.dtype != dtype or len(entry.shape) != 1 + len(trailing) or entry.shape[1:] != trailing:
             raise MalformedObject(f"{what}: column {name} is {entry.dtype} {list(entry.shape)}, not {dtype}")
@@ -127,10 +148,42 @@ def check_blocks(found: Columns, tensors: tuple[TensorSpec, ...], what: str) -> 
         unsorted = (owner[1:] < owner[:-1]) | (same & (start[1:] < start[:-1] + count[:-1]))
         refuse(np.concatenate(([False], unsorted)), "it overlaps the block before it, or is out of order")
     length, raw = blocks["length"].astype(np.int64), blocks["raw"].astype(np.int64)
-    for wrong, why in codec_rules.violations(blocks["codec"], count, changed, width, half, length, raw):
+    models = len(found["models.classes"])
+    columns = blocks["codec"], count, changed, width, half, length, raw, blocks["model"]
+    for wrong, why in codec_rules.violations(*columns, models):
         refuse(wrong, why)
     order = np.lexsort((blocks["offset"], blocks["shard"]))
     shard, offset = blocks["shard"][order], blocks["offset"][order].astype(np.int64)
     end = offset + length[order].sum(axis=1)
     if ((shard[1:] == shard[:-1]) & (offset[1:] < end[:-1])).any():
         raise MalformedObject(f"{what}: two blocks share bytes of a shard")
+
+
+def model_columns(models: Sequence[native.CtxModel]) -> Columns:
+    """The columns of the models that a table's blocks are coded with."""
+    return {
+        "models.classes": np.array([model.last.size for model in models], np.uint8),
+        "models.last": np.concatenate([np.empty(0, np.uint8), *(model.last for model in models)]),
+        "models.gaps": np.concatenate([np.empty((0, GAP_SYMBOLS), np.uint16), *(model.gaps for model in models)]),
+        "models.steps": np.concatenate([np.empty((0, STEP_SYMBOLS), np.uint16), *(model.steps for model in models)]),
+    }
+
+
+def read_models(found: Columns, what: str) -> tuple[native.CtxModel, ...]:
+    """The models that the columns describe; raises MalformedObject unless each is one."""
+    classes = found["models.classes"].tolist()
+    rows = {len(found[f"models.{name}"]) for name in ("last", "gaps", "steps")}
+    if len(classes) > codec_rules.MAX_MODELS or rows != {sum(classes)}:
+        raise MalformedObject(f"{what}: {len(classes)} models of {sum(classes)} classes, where {rows} are described")
+    models, first = [], 0
+    for count in classes:
+        part = slice(first, first + count)
+        try:
+            # Copied, so that a model does not keep the whole table's bytes, nor lie unaligned in them.
+            models.append(
+                native.ctx_model(*(found[f"models.{name}"][part].copy() for name in ("last", "gaps", "steps")))
+            )
+        except MalformedObject as error:
+            raise MalformedObject(f"{what}: model {len(models)}: {error}") from None
+        first += count
+    return tuple(models)

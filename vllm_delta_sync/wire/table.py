@@ -12,7 +12,9 @@ import numpy as np
 import numpy.typing as npt
 
 from vllm_delta_sync.errors import MalformedObject
+from vllm_delta_sync.native import CtxModel
 from vllm_delta_sync.wire import columns, dtypes, frames
+from vllm_delta_sync.wire.codec_rules import CTX
 from vllm_delta_sync.wire.tensors import TensorSpec
 
 MAX_RAW_BYTES = 256 << 20
@@ -33,6 +35,7 @@ class Block:
     length: tuple[int, int]  # stored bytes of the index stream and of the value stream
     raw: tuple[int, int]  # the same, decompressed
     digest: bytes  # BLAKE2b-128 of the stored bytes
+    model: CtxModel | None = None  # what a ctx block is coded with
 
     @property
     def stored(self) -> int:
@@ -61,6 +64,9 @@ class VersionTable:
         names = "".join(spec.name + "\n" for spec in self.tensors).encode()
         sizes = [n for spec in self.tensors for n in spec.shape]
         rows = self.blocks
+        # By identity: a model is made once for all blocks that it codes.
+        models = list({id(row.model): row.model for row in rows if row.model is not None}.values())
+        number = {id(model): index for index, model in enumerate(models)}
         return {
             "tensors.names": np.frombuffer(names, np.uint8),
             "tensors.dtype": np.array([dtypes.by_name(spec.dtype).code for spec in self.tensors], np.uint8),
@@ -77,6 +83,8 @@ class VersionTable:
             "blocks.length": np.array([row.length for row in rows], np.uint64).reshape(-1, 2),
             "blocks.raw": np.array([row.raw for row in rows], np.uint64).reshape(-1, 2),
             "blocks.digest": np.frombuffer(b"".join(row.digest for row in rows), np.uint8).reshape(-1, 16),
+            "blocks.model": np.array([number.get(id(row.model), 0) for row in rows], np.uint8),
+            **columns.model_columns(models),
         }
 
     @classmethod
@@ -88,7 +96,8 @@ class VersionTable:
         found = columns.unpack(frames.decompress(data, raw, what), what)
         tensors = columns.read_tensors(found, what)
         columns.check_blocks(found, tensors, what)
-        return cls(tensors, found["tensors.hash"].astype(np.uint32), _blocks(found, tensors))
+        models = columns.read_models(found, what)
+        return cls(tensors, found["tensors.hash"].astype(np.uint32), _blocks(found, tensors, models))
 
     def by_shard(self) -> dict[int, list[Block]]:
         """The blocks of each shard that has any, by the shard's index, ascending."""
@@ -108,9 +117,9 @@ class VersionTable:
                 )
 
 
-def _blocks(found: columns.Columns, tensors: tuple[TensorSpec, ...]) -> tuple[Block, ...]:
+def _blocks(found: columns.Columns, tensors: tuple[TensorSpec, ...], models: tuple[CtxModel, ...]) -> tuple[Block, ...]:
     digests = found["blocks.digest"].tobytes()
-    names = ("tensor", "start", "count", "codec", "changed", "shard", "offset", "length", "raw")
+    names = ("tensor", "start", "count", "codec", "changed", "shard", "offset", "length", "raw", "model")
     rows = zip(*(found["blocks." + name].tolist() for name in names), strict=True)
     return tuple(
         Block(
@@ -125,6 +134,7 @@ def _blocks(found: columns.Columns, tensors: tuple[TensorSpec, ...]) -> tuple[Bl
             length=(length[0], length[1]),
             raw=(raw[0], raw[1]),
             digest=digests[16 * row : 16 * row + 16],
+            model=models[model] if codec == CTX else None,
         )
-        for row, (tensor, start, count, codec, changed, shard, offset, length, raw) in enumerate(rows)
+        for row, (tensor, start, count, codec, changed, shard, offset, length, raw, model) in enumerate(rows)
     )

@@ -9,9 +9,9 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from vllm_delta_sync.bench import apply, fetch, hash
+from vllm_delta_sync.bench import apply, data, fetch, hash, step
 from vllm_delta_sync.bench.clock import interleaved
-from vllm_delta_sync.errors import BaseMismatch
+from vllm_delta_sync.errors import BaseMismatch, ConfigError
 
 
 def checkpoint(folder: Path, **tensors: torch.Tensor) -> Path:
@@ -33,20 +33,23 @@ def test_a_step_is_the_bits_that_differ(tmp_path: Path) -> None:
     changed[[3, 70]] = -1
     old = checkpoint(tmp_path / "old", a=weight, b=torch.tensor([0.0]).bfloat16())
     new = checkpoint(tmp_path / "new", a=changed, b=torch.tensor([-0.0]).bfloat16())
-    step = apply.read_step(old, new)
-    assert [change.positions.tolist() for change in step.changes] == [[3, 70], [0]]
-    assert step.changed == 3
+    found = apply.read_step(old, new)
+    assert [change.positions.tolist() for change in found.changes] == [[3, 70], [0]]
+    assert found.changed == 3
 
 
 def test_checkpoints_that_cannot_be_one_step_are_refused(tmp_path: Path) -> None:
     weight = torch.zeros(4, dtype=torch.bfloat16)
     old = checkpoint(tmp_path / "old", a=weight)
-    with pytest.raises(BaseMismatch, match="nothing to apply"):
-        apply.read_step(old, old)
-    with pytest.raises(BaseMismatch, match="different tensors"):
-        apply.read_step(old, checkpoint(tmp_path / "other", b=weight))
-    with pytest.raises(BaseMismatch, match="want bf16 tensors of one shape"):
-        apply.read_step(old, checkpoint(tmp_path / "wide", a=weight.float()))
+    with pytest.raises(BaseMismatch, match="no update to measure"):
+        step.read(old, old)
+    with pytest.raises(BaseMismatch, match=r"'a' is TensorSpec.* in .*old and nothing in"):
+        step.read(old, checkpoint(tmp_path / "other", b=weight))
+    wide = checkpoint(tmp_path / "wide", a=weight.float())
+    with pytest.raises(BaseMismatch, match="give two checkpoints of one model"):
+        step.read(old, wide)
+    with pytest.raises(BaseMismatch, match="bf16 tensors only"):
+        apply.read_step(wide, checkpoint(tmp_path / "wider", a=weight.float() + 1))
 
 
 def test_the_hash_is_reported_beside_the_read_speed(tmp_path: Path) -> None:
@@ -72,3 +75,17 @@ def test_two_nodes_fetch_what_each_of_them_holds(tmp_path: Path) -> None:
         rel=0.05,
     )
     assert all(node.fetched <= 1.1 * node.needed for node in nodes)
+
+
+def test_a_jittered_number_is_anywhere_in_its_rounding_cell_and_rounds_to_itself() -> None:
+    every = torch.arange(0, 1 << 16, dtype=torch.int32).to(torch.int16).view(torch.bfloat16)
+    finite = every[every.isfinite() & (every.abs() < 1e38)]
+    moved = data.jittered(finite, torch.Generator().manual_seed(3))
+    back = moved.to(torch.bfloat16)
+    assert torch.equal(back, finite) and torch.equal(back.view(torch.int16) == finite.view(torch.int16), finite != 0)
+    assert (moved > finite.float()).float().mean() == pytest.approx(0.5, abs=0.02)
+
+
+def test_data_that_there_is_not_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="cold, warm, sparse, dense"):
+        data.made("hot", tmp_path)

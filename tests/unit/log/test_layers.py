@@ -95,7 +95,7 @@ def applied(model: Model, change: Layer) -> Model:
     for update in change.updates():
         spec, bits = new[update.spec.name]
         for start, count, block in update.blocks:
-            found = decode_encoded(spec, count, block, spec.name)
+            found = decode_encoded(spec, start, count, block, spec.name)
             part = bits[start : start + count]
             part[found.positions] = found.new_bits(part[found.positions])
         assert np.array_equal(state_hash.of_tensor(spec, bits), update.lanes)

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from vllm_delta_sync import native
-from vllm_delta_sync.native import portable
+from vllm_delta_sync.native import portable, portable_ctx
 from vllm_delta_sync.native.library import ABI_VERSION, CPU_FUNCTIONS, load
 
 COMPILER = shutil.which("c++") or shutil.which("g++") or shutil.which("clang++")
@@ -57,8 +57,9 @@ def test_the_backend_names_itself_and_its_reason() -> None:
 
 
 def test_both_implementations_offer_the_whole_contract() -> None:
-    names = set(native.__all__) - {"Changes", "Seed", "backend", "backend_reason"}
-    assert names == set(portable.__all__)
+    types = {"Changes", "CtxGrid", "CtxModel", "Seed", "Tally"}
+    names = set(native.__all__) - types - {"backend", "backend_reason"}
+    assert names == set(portable.__all__) | set(portable_ctx.__all__)
     assert all(callable(getattr(native, name)) for name in names)
 
 

@@ -6,7 +6,7 @@ vocabulary: what vLLM's own loaders do, small enough to read.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Literal
 
@@ -22,7 +22,7 @@ from vllm_delta_sync.serving.proof import Proof
 from vllm_delta_sync.serving.rank import Rank
 from vllm_delta_sync.wire.hop import Hop
 
-HIDDEN, VOCABULARY, PADDED = 16, 10, 12
+HIDDEN, VOCABULARY, PADDING = 16, 10, 4
 
 
 def weights(seed: int = 0) -> dict[str, torch.Tensor]:
@@ -57,20 +57,28 @@ def train(state: dict[str, torch.Tensor], seed: int) -> None:
 
 
 class ServedModel(torch.nn.Module):
-    """One rank of two."""
+    """One rank of several.
 
-    def __init__(self, rank: int, ranks: int) -> None:
+    Args:
+        like: tensors of the sizes that it serves.
+        padding: to a multiple of which the vocabulary is padded.
+    """
+
+    def __init__(self, rank: int, ranks: int, like: Mapping[str, torch.Tensor], padding: int = PADDING) -> None:
         super().__init__()
-        self.rank, self.ranks = rank, ranks
+        self.rank, self.ranks, self.padding = rank, ranks, padding
+        self.rows = {name: like[name].shape[0] for name in ("embed", "q", "k", "v")}
+        self.per_rank = -(-self.rows["embed"] // padding) * padding // ranks
+        hidden, inner = like["o"].shape
 
         def parameter(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.nn.Parameter:
             return torch.nn.Parameter(torch.zeros(*shape, dtype=dtype), requires_grad=False)
 
-        self.embed = parameter(PADDED // ranks, HIDDEN)
-        self.qkv = parameter(16 // ranks, HIDDEN)
-        self.o = parameter(HIDDEN, 8 // ranks)
-        self.norm = parameter(HIDDEN)
-        self.bias = parameter(HIDDEN, dtype=torch.float32)
+        self.embed = parameter(self.per_rank, hidden)
+        self.qkv = parameter(sum(self.rows[name] for name in "qkv") // ranks, hidden)
+        self.o = parameter(hidden, inner // ranks)
+        self.norm = parameter(hidden)
+        self.bias = parameter(hidden, dtype=torch.float32)
         self.scale = torch.nn.Parameter(torch.zeros((), dtype=torch.bfloat16), requires_grad=False)
 
     def load_weights(self, given: Iterable[tuple[str, torch.Tensor]]) -> set[str]:
@@ -78,11 +86,10 @@ class ServedModel(torch.nn.Module):
         for name, tensor in given:
             if name in ("q", "k", "v"):
                 rows = tensor.shape[0] // self.ranks
-                first = {"q": 0, "k": 8 // self.ranks, "v": 12 // self.ranks}[name]
+                first = sum(self.rows[before] for before in "qkv"[: "qkv".index(name)]) // self.ranks
                 self.qkv.data[first : first + rows].copy_(tensor[self.rank * rows : (self.rank + 1) * rows])
             elif name == "embed":
-                per_rank = PADDED // self.ranks
-                part = tensor[self.rank * per_rank : min((self.rank + 1) * per_rank, VOCABULARY)]
+                part = tensor[self.rank * self.per_rank : (self.rank + 1) * self.per_rank]
                 self.embed.data[: part.shape[0]].copy_(part)
                 self.embed.data[part.shape[0] :].fill_(0)
             elif name == "o":
@@ -102,6 +109,7 @@ class Fleet:
         policy: which kernels patch.
         limit: max_staged_bytes.
         cache: what the ranks share.
+        padding: to a multiple of which they pad the vocabulary.
     """
 
     def __init__(
@@ -111,8 +119,9 @@ class Fleet:
         policy: str = "auto",
         limit: int = 1 << 30,
         cache: NodeCache | None = None,
+        padding: int = PADDING,
     ) -> None:
-        self.models = [ServedModel(rank, ranks) for rank in range(ranks)]
+        self.models = [ServedModel(rank, ranks, served, padding) for rank in range(ranks)]
         for model in self.models:
             model.load_weights(served.items())
         self.ranks = [
@@ -127,7 +136,7 @@ class Fleet:
     def serves(self, state: dict[str, torch.Tensor]) -> bool:
         """Whether every live bit is the one that loading `state` anew gives."""
         for model in self.models:
-            fresh = ServedModel(model.rank, model.ranks)
+            fresh = ServedModel(model.rank, model.ranks, state, model.padding)
             fresh.load_weights(state.items())
             for live, wanted in zip(model.parameters(), fresh.parameters(), strict=True):
                 if not np.array_equal(_bits(live), _bits(wanted)):
@@ -150,8 +159,9 @@ class Following(Fleet):
         policy: str = "auto",
         limit: int = 1 << 30,
         cache: NodeCache | None = None,
+        padding: int = PADDING,
     ) -> None:
-        super().__init__(served, ranks, policy, limit, cache)
+        super().__init__(served, ranks, policy, limit, cache, padding)
         self.log = DeltaLog.open(bucket)
 
     def deltas(self) -> list[Hop]:

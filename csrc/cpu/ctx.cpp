@@ -1,0 +1,381 @@
+// The `ctx` codec: a block's changes, coded tile by tile against its old values (docs/protocol.md, *ctx*). Does not choose
+// tiles or models, and does not allocate: the caller gives a scratch of vds_ctx_scratch_size bytes.
+#include <algorithm>
+#include <cstring>
+
+#include "ctx_kernels.h"
+#include "dispatch.h"
+
+namespace {
+
+using namespace vds::ctx;
+
+// Below it, a tile's changes are so few that the states of more lanes would cost more than they save in time.
+constexpr int64_t kLaneChanges = 4096;
+
+const Kernels& kernels() {
+#if defined(VDS_CTX_AVX2)
+  __builtin_cpu_init();
+  if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("bmi") && __builtin_cpu_supports("bmi2") &&
+      __builtin_cpu_supports("popcnt"))
+    return kAvx2;
+#endif
+  return kPortable;
+}
+
+template <typename T>
+const TileKernels<T>& kernels_for();
+template <>
+const TileKernels<uint8_t>& kernels_for<uint8_t>() {
+  return kernels().bytes;
+}
+template <>
+const TileKernels<uint16_t>& kernels_for<uint16_t>() {
+  return kernels().halves;
+}
+template <>
+const TileKernels<uint32_t>& kernels_for<uint32_t>() {
+  return kernels().words;
+}
+
+// Hands out parts of one piece of memory, or only counts them when there is none.
+class Arena {
+ public:
+  explicit Arena(void* memory) : at_(static_cast<char*>(memory)) {}
+  template <typename T>
+  T* take(int64_t n) {
+    T* const part = reinterpret_cast<T*>(at_);
+    const int64_t size = (n * static_cast<int64_t>(sizeof(T)) + 63) / 64 * 64;
+    used_ += size;
+    if (at_ != nullptr) at_ += size;
+    return part;
+  }
+  int64_t used() const { return used_; }
+
+ private:
+  char* at_;
+  int64_t used_ = 0;
+};
+
+Scratch tile_scratch(Arena& arena) {
+  return {arena.take<uint8_t>(kTileElements + 64), arena.take<uint32_t>(kTileElements),
+          arena.take<uint32_t>(2 * kTileElements + kMaxClasses), arena.take<uint16_t>(2 * kTileElements + kMaxClasses + 1),
+          arena.take<uint8_t>(8 * kTileElements + 8)};
+}
+
+// A strip of columns, and its tiles: as many rows each as kTileElements hold.
+struct Strip {
+  int64_t column, columns;
+  int64_t tile_rows() const { return columns >= kTileElements ? 1 : kTileElements / columns; }
+  int64_t tiles(int64_t rows) const { return (rows + tile_rows() - 1) / tile_rows(); }
+};
+
+struct Grid {
+  int64_t rows, row_length;
+  const Strip* strips;
+  int64_t count;
+
+  template <typename Visit>
+  bool each_tile(Visit visit) const {
+    int64_t index = 0;
+    for (int64_t s = 0; s < count; ++s) {
+      const int64_t step = strips[s].tile_rows();
+      for (int64_t row = 0; row < rows; row += step) {
+        const Tile tile{row, row + step < rows ? step : rows - row, strips[s].column, strips[s].columns};
+        if (!visit(tile, index++)) return false;
+      }
+    }
+    return true;
+  }
+  int64_t tiles() const {
+    int64_t n = 0;
+    for (int64_t s = 0; s < count; ++s) n += strips[s].tiles(rows);
+    return n;
+  }
+};
+
+// Calls visit(i, tile, element in the tile) for those of the positions, which ascend, that lie in a strip.
+template <typename Visit>
+void place(const Grid& grid, const int64_t* first_tiles, const uint32_t* positions, int64_t n, Visit visit) {
+  int64_t row = 0, s = 0;
+  for (int64_t i = 0; i < n; ++i) {
+    int64_t column = positions[i] - row * grid.row_length;
+    if (column >= grid.row_length) {
+      row += column / grid.row_length;
+      column %= grid.row_length;
+      s = 0;
+    }
+    while (s < grid.count && column >= grid.strips[s].column + grid.strips[s].columns) ++s;
+    if (s == grid.count || column < grid.strips[s].column) continue;
+    const Strip& strip = grid.strips[s];
+    const int64_t height = strip.tile_rows(), chunk = grid.rows <= height ? 0 : row / height;
+    visit(i, first_tiles[s] + chunk, (row - chunk * height) * strip.columns + column - strip.column);
+  }
+}
+
+// The changes of a block by tile.
+template <typename T>
+class Sorted {
+ public:
+  Sorted(Arena& arena, int64_t strips, int64_t tiles, int64_t n)
+      : first_tiles_(arena.take<int64_t>(strips)), begins_(arena.take<int64_t>(tiles)), ends_(arena.take<int64_t>(tiles)), elements_(arena.take<uint32_t>(n)),
+        moved_before_(arena.take<T>(n)), moved_after_(arena.take<T>(n)) {}
+
+  void sort(const Grid& grid, const uint32_t* positions, const T* before, const T* after, int64_t n) {
+    if (grid.rows == 1) return cut(grid, positions, before, after, n);
+    int64_t tiles = 0;
+    for (int64_t s = 0; s < grid.count; ++s) {
+      first_tiles_[s] = tiles;
+      tiles += grid.strips[s].tiles(grid.rows);
+    }
+    std::memset(ends_, 0, static_cast<size_t>(tiles) * sizeof *ends_);
+    place(grid, first_tiles_, positions, n, [&](int64_t, int64_t tile, int64_t) { ++ends_[tile]; });
+    int64_t at = 0;
+    for (int64_t t = 0; t < tiles; ++t) {
+      begins_[t] = at;
+      at += ends_[t];
+      ends_[t] = begins_[t];
+    }
+    place(grid, first_tiles_, positions, n, [&](int64_t i, int64_t tile, int64_t element) {
+      const int64_t to = ends_[tile]++;
+      elements_[to] = static_cast<uint32_t>(element);
+      moved_before_[to] = before[i];
+      moved_after_[to] = after[i];
+    });
+    before_ = moved_before_;
+    after_ = moved_after_;
+  }
+
+  TileChanges<T> of(int64_t tile) const {
+    const int64_t first = begins_[tile];
+    return {elements_ + first, before_ + first, after_ + first, ends_[tile] - first};
+  }
+
+ private:
+  // In one row, tiles follow each other as positions do.
+  void cut(const Grid& grid, const uint32_t* positions, const T* before, const T* after, int64_t n) {
+    int64_t i = 0;
+    for (int64_t s = 0; s < grid.count; ++s) {
+      const int64_t column = grid.strips[s].column, end = column + grid.strips[s].columns;
+      i = std::lower_bound(positions + i, positions + n, column) - positions;
+      begins_[s] = i;
+      for (; i < n && positions[i] < end; ++i) elements_[i] = static_cast<uint32_t>(positions[i] - column);
+      ends_[s] = i;
+    }
+    before_ = before;
+    after_ = after;
+  }
+
+  int64_t *first_tiles_, *begins_, *ends_;  // [strips], [tiles], [tiles]
+  uint32_t* elements_;                      // [n]
+  T *moved_before_, *moved_after_;          // [n]
+  const T *before_ = nullptr, *after_ = nullptr;
+};
+
+template <typename T>
+int64_t encode(const Model& model, const T* old, const Grid& grid, const uint32_t* positions, const T* before, const T* after,
+               int64_t n, void* memory, uint8_t* out, int64_t room, int64_t* spans) {
+  Arena arena(memory);
+  const Scratch scratch = tile_scratch(arena);
+  Sorted<T> sorted(arena, grid.count, grid.tiles(), n);
+  sorted.sort(grid, positions, before, after, n);
+  int64_t written = 0;
+  const bool fits = grid.each_tile([&](const Tile& tile, int64_t index) {
+    const TileChanges<T> changes = sorted.of(index);
+    const int lanes = changes.n < kLaneChanges ? 1 : kMaxLanes;
+    const int64_t size = changes.n == 0 ? 0
+                                        : kernels_for<T>().encode(model, {old, grid.row_length}, tile, changes, lanes, scratch,
+                                                                  out + written, room - written);
+    if (size < 0) return false;
+    spans[2 * index] = size;
+    spans[2 * index + 1] = lanes;
+    written += size;
+    return true;
+  });
+  return fits ? written : -1;
+}
+
+template <typename T>
+int64_t tally(const Model& model, const T* old, const Grid& grid, const uint32_t* positions, const T* before, const T* after,
+              int64_t n, void* memory, uint64_t* gaps, uint64_t* steps) {
+  Arena arena(memory);
+  const Scratch scratch = tile_scratch(arena);
+  Sorted<T> sorted(arena, grid.count, grid.tiles(), n);
+  sorted.sort(grid, positions, before, after, n);
+  grid.each_tile([&](const Tile& tile, int64_t index) {
+    const TileChanges<T> changes = sorted.of(index);
+    if (changes.n > 0)
+      kernels_for<T>().tally(model, {old, grid.row_length}, tile, changes, scratch, gaps, steps);
+    return true;
+  });
+  return 0;
+}
+
+// What decoding needs besides the scratch of a tile: a bit for each element of the block, how many are set before each word of
+// them, and the changes as tiles give them.
+template <typename T>
+struct Unordered {
+  Unordered(Arena& arena, int64_t elements, int64_t capacity)
+      : words((elements + 63) / 64), marks(arena.take<uint64_t>(words)), before(arena.take<uint32_t>(words)),
+        found{arena.take<uint32_t>(capacity), arena.take<T>(capacity)} {}
+
+  // Distinct positions in order, with their steps.
+  void order(int64_t n, uint32_t* positions, T* steps) const {
+    std::memset(marks, 0, static_cast<size_t>(words) * sizeof *marks);
+    for (int64_t i = 0; i < n; ++i) marks[found.positions[i] >> 6] |= 1ull << (found.positions[i] & 63);
+    uint32_t count = 0;
+    for (int64_t w = 0; w < words; ++w) {
+      before[w] = count;
+      count += static_cast<uint32_t>(__builtin_popcountll(marks[w]));
+    }
+    for (int64_t i = 0; i < n; ++i) {
+      const uint32_t position = found.positions[i], w = position >> 6;
+      const uint32_t to = before[w] + static_cast<uint32_t>(__builtin_popcountll(marks[w] & ((1ull << (position & 63)) - 1)));
+      positions[to] = position;
+      steps[to] = found.steps[i];
+    }
+  }
+
+  int64_t words;
+  uint64_t* marks;
+  uint32_t* before;
+  Changed<T> found;
+};
+
+// Decodes the tiles whose `wanted` is set; `sizes` are bytes << 1 | whether there are kMaxLanes states.
+template <typename T>
+int64_t decode(const Model& model, const T* old, const Grid& grid, const int64_t* sizes, const uint8_t* wanted, const uint8_t* data,
+               void* memory, uint32_t* positions, T* steps, int64_t capacity) {
+  Arena arena(memory);
+  const Scratch scratch = tile_scratch(arena);
+  const Unordered<T> all(arena, grid.rows * grid.row_length, capacity);
+  int64_t total = 0, offset = 0;
+  const bool sound = grid.each_tile([&](const Tile& tile, int64_t index) {
+    const int64_t size = sizes[index] >> 1;
+    if (size > 0 && wanted[index]) {
+      const Changed<T> next{all.found.positions + total, all.found.steps + total};
+      const int64_t found = kernels_for<T>().decode[sizes[index] & 1](model, {old, grid.row_length}, tile, data + offset, size,
+                                                                      scratch, next, capacity - total);
+      if (found < 1) return false;
+      total += found;
+    }
+    offset += size;
+    return true;
+  });
+  if (!sound) return -1;
+  all.order(total, positions, steps);
+  return total;
+}
+
+template <typename T>
+void survey(const T* old, int64_t count, const T* before, const T* after, int64_t n, uint64_t* members, uint64_t* steps) {
+  for (int64_t i = 0; i < count; ++i) ++members[context(old[i])];
+  for (int64_t i = 0; i < n; ++i) {
+    const T z = fold_step(oriented(static_cast<T>(rank_of(after[i]) - rank_of(before[i])), before[i]));
+    ++steps[context(before[i]) * kStepSymbols + (magnitude(z >> 1).symbol << 1 | (z & 1))];
+  }
+}
+
+bool fill(const uint16_t* frequencies, int symbols, uint8_t* slots, uint32_t* codes) {
+  uint32_t start = 0;
+  for (int s = 0; s < symbols; ++s) {
+    const uint32_t frequency = frequencies[s];
+    if (frequency > kTotal - start) return false;
+    codes[s] = frequency == 0 ? 0 : frequency | start << 16;
+    std::memset(slots + start, s, frequency);
+    start += frequency;
+  }
+  return start == kTotal;
+}
+
+}  // namespace
+
+VDS_API int64_t vds_ctx_model_size(int classes) {
+  return static_cast<int64_t>(sizeof(Model)) + (classes - 1) * static_cast<int64_t>(sizeof(Class));
+}
+
+// Lays out a model of 1 to 16 classes from the last context of each and the frequencies of its symbols. Returns 0, or -1 if the
+// contexts do not ascend to 255 or a class's frequencies do not add up to 4096.
+VDS_API int vds_ctx_model(int classes, const uint8_t* last, const uint16_t* gaps, const uint16_t* steps, void* out) {
+  Model& model = *static_cast<Model*>(out);
+  if (classes < 1 || classes > kMaxClasses || last[classes - 1] != kContexts - 1) return -1;
+  model.classes = static_cast<uint32_t>(classes);
+  int low = 0;
+  for (int c = 0; c < classes; ++c) {
+    Class& of = model.of[c];
+    if (last[c] < low || !fill(gaps + c * kGapSymbols, kGapSymbols, of.gap_slots, of.gap_codes) ||
+        !fill(steps + c * kStepSymbols, kStepSymbols, of.step_slots, of.step_codes))
+      return -1;
+    of.low = static_cast<uint32_t>(low);
+    of.high = last[c];
+    for (; low <= last[c]; ++low) model.class_of[low] = static_cast<uint8_t>(c);
+  }
+  return 0;
+}
+
+// Bytes of scratch for any of the functions below, for a block of `elements` in so many strips and tiles, with n changes.
+VDS_API int64_t vds_ctx_scratch_size(int64_t elements, int64_t strips, int64_t tiles, int64_t n) {
+  Arena encoding(nullptr), decoding(nullptr);
+  tile_scratch(encoding);
+  Sorted<uint32_t>(encoding, strips, tiles, n);
+  tile_scratch(decoding);
+  Unordered<uint32_t>(decoding, elements, n);
+  return encoding.used() > decoding.used() ? encoding.used() : decoding.used();
+}
+
+#define VDS_CTX_WIDTHS(call)       \
+  switch (width) {                 \
+    case 1: return call(uint8_t);  \
+    case 2: return call(uint16_t); \
+    case 4: return call(uint32_t); \
+    default: return -2;            \
+  }
+
+// Encodes n changes of a block of rows x row_length elements, tile by tile, and writes (size, lanes) of each tile to spans.
+// Strips (column, columns) cover a row in order. Returns the bytes written to `out`, -1 if they would take more than `room`.
+VDS_API int64_t vds_ctx_encode(int width, const void* model, const void* old, int64_t rows, int64_t row_length, const int64_t* strips,
+                               int64_t count, const uint32_t* positions, const void* before, const void* after, int64_t n,
+                               void* scratch, uint8_t* out, int64_t room, int64_t* spans) {
+  const Grid grid{rows, row_length, reinterpret_cast<const Strip*>(strips), count};
+#define VDS_CTX_ENCODE(T)                                                                                               \
+  encode<T>(*static_cast<const Model*>(model), static_cast<const T*>(old), grid, positions, static_cast<const T*>(before), \
+            static_cast<const T*>(after), n, scratch, out, room, spans)
+  VDS_CTX_WIDTHS(VDS_CTX_ENCODE)
+#undef VDS_CTX_ENCODE
+}
+
+// Adds the symbols of the tiles to gaps [classes, 74] and steps [classes, 249]; of `model`, only the classes matter. Here strips need
+// not cover a row: what lies in none is not counted.
+VDS_API int64_t vds_ctx_tally(int width, const void* model, const void* old, int64_t rows, int64_t row_length, const int64_t* strips,
+                              int64_t count, const uint32_t* positions, const void* before, const void* after, int64_t n,
+                              void* scratch, uint64_t* gaps, uint64_t* steps) {
+  const Grid grid{rows, row_length, reinterpret_cast<const Strip*>(strips), count};
+#define VDS_CTX_TALLY(T)                                                                                               \
+  tally<T>(*static_cast<const Model*>(model), static_cast<const T*>(old), grid, positions, static_cast<const T*>(before), \
+           static_cast<const T*>(after), n, scratch, gaps, steps)
+  VDS_CTX_WIDTHS(VDS_CTX_TALLY)
+#undef VDS_CTX_TALLY
+}
+
+// Decodes the wanted tiles of a block against its old values, which need to be right in those tiles only. `sizes` add up to at
+// most what `data` holds. Returns the number of changes written, in ascending order; -1 if a tile is malformed or holds none, or
+// they are more than `capacity`.
+VDS_API int64_t vds_ctx_decode(int width, const void* model, const void* old, int64_t rows, int64_t row_length, const int64_t* strips,
+                               int64_t count, const int64_t* sizes, const uint8_t* wanted, const uint8_t* data, void* scratch,
+                               uint32_t* positions, void* steps, int64_t capacity) {
+  const Grid grid{rows, row_length, reinterpret_cast<const Strip*>(strips), count};
+#define VDS_CTX_DECODE(T)                                                                                                   \
+  decode<T>(*static_cast<const Model*>(model), static_cast<const T*>(old), grid, sizes, wanted, data, scratch, positions, \
+            static_cast<T*>(steps), capacity)
+  VDS_CTX_WIDTHS(VDS_CTX_DECODE)
+#undef VDS_CTX_DECODE
+}
+
+// Adds elements per context to members [256], and the step symbols of n changes per context of the old value to steps [256, 249].
+VDS_API int vds_ctx_survey(int width, const void* old, int64_t elements, const void* before, const void* after, int64_t n,
+                           uint64_t* members, uint64_t* steps) {
+#define VDS_CTX_SURVEY(T)                                                                                            \
+  (survey(static_cast<const T*>(old), elements, static_cast<const T*>(before), static_cast<const T*>(after), n, members, steps), 0)
+  VDS_CTX_WIDTHS(VDS_CTX_SURVEY)
+#undef VDS_CTX_SURVEY
+}

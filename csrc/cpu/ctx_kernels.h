@@ -1,0 +1,64 @@
+// What the `ctx` codec does with one tile, for each width and instruction set.
+#pragma once
+
+#include "../ctx_format.h"
+
+namespace vds {
+namespace ctx {
+
+// Memory for one tile at a time.
+struct Scratch {
+  uint8_t* contexts;   // kTileElements + 64
+  uint32_t* elements;  // kTileElements
+  uint32_t* codes;     // 2 kTileElements + kMaxClasses
+  uint16_t* words;     // one more
+  uint8_t* raw;        // 8 kTileElements + 8
+};
+
+// The changed elements of a tile, ascending, as indices into its elements in row-major order.
+template <typename T>
+struct TileChanges {
+  const uint32_t* elements;
+  const T *before, *after;
+  int64_t n;
+};
+
+// A block of which the tiles are parts, in its old state.
+template <typename T>
+struct Old {
+  const T* bits;
+  int64_t row_length;
+};
+
+// Where changes go: positions in the block, and steps.
+template <typename T>
+struct Changed {
+  uint32_t* positions;
+  T* steps;
+};
+
+template <typename T>
+struct TileKernels {
+  // Writes the tile's changes, class by class. Returns how many, or -1 if it is malformed or there is no room for them.
+  int64_t (*decode[2])(const Model&, const Old<T>&, const Tile&, const uint8_t* data, int64_t size, const Scratch&,
+                       const Changed<T>& out, int64_t room);
+  // Writes the tile's bytes and returns their number, or -1 if there is no room.
+  int64_t (*encode)(const Model&, const Old<T>&, const Tile&, const TileChanges<T>&, int lanes, const Scratch&, uint8_t* out,
+                    int64_t room);
+  // Adds the tile's symbols to the counts of each class.
+  void (*tally)(const Model&, const Old<T>&, const Tile&, const TileChanges<T>&, const Scratch&, uint64_t* gaps, uint64_t* steps);
+};
+
+struct Kernels {
+  TileKernels<uint8_t> bytes;
+  TileKernels<uint16_t> halves;
+  TileKernels<uint32_t> words;
+};
+
+extern const Kernels kPortable;
+#if defined(VDS_CTX_AVX2)
+extern const Kernels kAvx2;
+#endif
+
+}  // namespace ctx
+}  // namespace vds

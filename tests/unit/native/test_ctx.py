@@ -1,0 +1,296 @@
+"""The ctx codec's loops: what goes in comes out, both implementations write the same bytes, and no input is trusted."""
+
+from __future__ import annotations
+
+from types import ModuleType
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from vllm_delta_sync import native
+from vllm_delta_sync.errors import MalformedObject
+from vllm_delta_sync.native import Changes, CtxGrid, CtxModel, portable_ctx
+from vllm_delta_sync.native.ctx_types import GAP_END, GAP_ESCAPE, GAP_SYMBOLS, STEP_ESCAPE, STEP_SYMBOLS, TOTAL
+
+quick = settings(max_examples=30, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+SPECIAL = [0x0000, 0x8000, 0x7F80, 0xFF80, 0x7FC1, 0xFFFF, 0x7F81, 0x0001, 0x8001, 0x007F, 0x3F80, 0xBF80, 0x7F7F]
+
+
+def implementations() -> list[ModuleType]:
+    try:
+        from vllm_delta_sync.native import ctx_cpu
+    except ImportError:
+        return [portable_ctx]
+    return [portable_ctx, ctx_cpu]
+
+
+@pytest.fixture(params=implementations(), ids=lambda module: module.__name__.rsplit(".", 1)[-1])
+def ctx(request: pytest.FixtureRequest) -> ModuleType:
+    module: ModuleType = request.param
+    return module
+
+
+def spread(symbols: int, common: dict[int, int]) -> np.ndarray:
+    """Frequencies: `common` as given, and what is left to the first of them."""
+    found = np.zeros(symbols, np.uint16)
+    for symbol, frequency in common.items():
+        found[symbol] = frequency
+    found[next(iter(common))] += TOTAL - int(found.sum())
+    return found
+
+
+def model_of(ctx: ModuleType, last: list[int], seed: int) -> CtxModel:
+    """A model whose classes end at these contexts. It escapes what a seeded half of the symbols would have said."""
+    rng = np.random.default_rng(seed)
+    gaps, steps = [], []
+    for _ in last:
+        for found, symbols, always in (
+            (gaps, GAP_SYMBOLS, (GAP_END, GAP_ESCAPE)),
+            (steps, STEP_SYMBOLS, (STEP_ESCAPE,)),
+        ):
+            some = [s for s in range(symbols) if rng.random() < 0.5 and s not in always]
+            found.append(spread(symbols, {symbol: 1 + int(rng.integers(0, 9)) for symbol in (*always, *some)}))
+    made: CtxModel = ctx.ctx_model(np.array(last, np.uint8), np.array(gaps), np.array(steps))
+    return made
+
+
+def strips(*columns: int) -> np.ndarray:
+    edges = np.cumsum([0, *columns])
+    return np.stack([edges[:-1], np.array(columns)], axis=1).astype(np.int64)
+
+
+@st.composite
+def cases(draw: st.DrawFn) -> tuple[np.ndarray, np.ndarray, CtxGrid, list[int], int]:
+    """old, new uW, a grid over them, where classes end, and a seed."""
+    dtype = np.dtype(draw(st.sampled_from([np.uint8, np.uint16, np.uint32])))
+    rows, columns = draw(st.sampled_from([(1, (1,)), (1, (70, 130)), (5, (64,)), (9, (3, 5)), (40, (36, 36, 11))]))
+    grid = CtxGrid(rows, sum(columns), strips(*columns))
+    seed = draw(st.integers(0, 2**32 - 1))
+    rng = np.random.default_rng(seed)
+    old = rng.integers(0, 256, grid.elements * dtype.itemsize, np.uint8).view(dtype)
+    if dtype.itemsize == 2:  # weights of a few exponents, and what is special
+        old = (rng.normal(0, 1e-2, grid.elements).astype(np.float32).view(np.uint32) >> 16).astype(np.uint16)
+        places = rng.integers(0, old.size, min(old.size, len(SPECIAL)))
+        old[places] = rng.choice(SPECIAL, places.size)
+    share = draw(st.sampled_from([0.0, 0.02, 0.4, 1.0]))
+    noise = rng.integers(1, draw(st.sampled_from([3, 256])), old.size).astype(dtype)
+    new = np.where(rng.random(old.size) < share, old + noise, old).astype(dtype)
+    last = sorted(rng.choice(255, draw(st.integers(0, 15)), replace=False).tolist())
+    return old, new, grid, [*last, 255], seed
+
+
+def stepped(old: np.ndarray, steps: np.ndarray) -> np.ndarray:
+    """k(new) = k(old) + step, for any width."""
+    half = 1 << (8 * old.itemsize - 1)
+    rank = np.where(old >= half, half - 1 - old.astype(np.int64), old.astype(np.int64))
+    moved = (rank + steps.astype(np.int64)) % (2 * half)
+    return np.where(moved >= half, (half - 1 - moved) % (2 * half), moved).astype(old.dtype)
+
+
+@quick
+@given(case=cases())
+def test_any_change_of_any_bits_comes_out_as_it_went_in(
+    ctx: ModuleType, case: tuple[np.ndarray, np.ndarray, CtxGrid, list[int], int]
+) -> None:
+    old, new, grid, last, seed = case
+    changes = native.diff(old.copy(), new, advance=False)
+    model = model_of(ctx, last, seed)
+    data, sizes, lanes = ctx.ctx_encode(model, old, grid, changes, 1 << 20)
+    wanted = np.ones(grid.tiles, np.uint8)
+    positions, steps = ctx.ctx_decode(model, old, grid, sizes, lanes, data, wanted, changes.positions.size)
+    np.testing.assert_array_equal(positions, changes.positions)
+    np.testing.assert_array_equal(stepped(changes.old, steps), changes.new)
+
+
+@quick
+@given(case=cases())
+def test_both_implementations_write_the_same_bytes(
+    case: tuple[np.ndarray, np.ndarray, CtxGrid, list[int], int],
+) -> None:
+    old, new, grid, last, seed = case
+    changes = native.diff(old.copy(), new, advance=False)
+    written = [
+        tuple(part.tobytes() for part in ctx.ctx_encode(model_of(ctx, last, seed), old, grid, changes, 1 << 20))
+        for ctx in implementations()
+    ]
+    counted = []
+    for ctx in implementations():
+        classes, contexts = native.Tally.of_classes(len(last)), native.Tally.of_contexts()
+        ctx.ctx_tally(model_of(ctx, last, seed), old, grid, changes, classes)
+        ctx.ctx_survey(old, changes.old, changes.new, contexts)
+        counted.append([column.tolist() for column in (*classes, *contexts)])
+    assert written[0] == written[-1]
+    assert counted[0] == counted[-1]
+
+
+@quick
+@given(case=cases(), data=st.data())
+def test_damaged_bytes_are_refused_or_lead_inside_the_block_and_both_implementations_agree(
+    case: tuple[np.ndarray, np.ndarray, CtxGrid, list[int], int], data: st.DataObject
+) -> None:
+    old, new, grid, last, seed = case
+    changes = native.diff(old.copy(), new, advance=False)
+    outcomes = []
+    stream, sizes, lanes = portable_ctx.ctx_encode(model_of(portable_ctx, last, seed), old, grid, changes, 1 << 20)
+    stream = stream.copy()
+    for _ in range(data.draw(st.integers(1, 4)) if stream.size else 0):
+        stream[data.draw(st.integers(0, stream.size - 1))] ^= data.draw(st.integers(1, 255))
+    if data.draw(st.booleans()):
+        lanes = np.where(lanes == 1, 4, 1).astype(np.uint8)
+    for ctx in implementations():
+        wanted = np.ones(grid.tiles, np.uint8)
+        try:
+            found = ctx.ctx_decode(model_of(ctx, last, seed), old, grid, sizes, lanes, stream, wanted, old.size)
+        except MalformedObject:
+            outcomes.append("refused")
+            continue
+        positions, steps = found
+        assert positions.size == steps.size and (steps != 0).all()
+        assert (np.diff(positions.astype(np.int64)) > 0).all() and (positions < old.size).all()
+        outcomes.append((positions.tolist(), steps.tolist()))
+    assert outcomes[0] == outcomes[-1]
+
+
+def walk(seed: int, rows: int, columns: int) -> tuple[np.ndarray, Changes]:
+    rng = np.random.default_rng(seed)
+    old = (rng.normal(0, 1e-2, rows * columns).astype(np.float32).view(np.uint32) >> 16).astype(np.uint16)
+    new = np.where(rng.random(old.size) < 0.05, old + rng.integers(1, 3, old.size).astype(np.uint16), old)
+    return old, native.diff(old.copy(), new.astype(np.uint16), advance=False)
+
+
+def test_a_tile_is_decoded_from_its_own_old_values_alone(ctx: ModuleType) -> None:
+    old, changes = walk(1, 50, 96)
+    grid = CtxGrid(50, 96, strips(32, 32, 32))
+    model = model_of(ctx, [110, 255], 1)
+    data, sizes, lanes = ctx.ctx_encode(model, old, grid, changes, 1 << 20)
+    elsewhere = np.full((50, 96), 0xFFFF, np.uint16)
+    elsewhere[:, 32:64] = old.reshape(50, 96)[:, 32:64]
+    wanted = np.array([0, 1, 0], np.uint8)
+    positions, steps = ctx.ctx_decode(model, elsewhere.reshape(-1), grid, sizes, lanes, data, wanted, changes.old.size)
+    own = (changes.positions % 96 >= 32) & (changes.positions % 96 < 64)
+    assert own.any()
+    np.testing.assert_array_equal(positions, changes.positions[own])
+    np.testing.assert_array_equal(stepped(changes.old[own], steps), changes.new[own])
+
+
+def test_a_tile_of_many_changes_has_four_states_and_reads_the_same() -> None:
+    ctx = implementations()[-1]
+    rng = np.random.default_rng(5)
+    old = rng.integers(0, 1 << 16, 20_000).astype(np.uint16)
+    new = np.where(rng.random(old.size) < 0.5, old + np.uint16(1), old).astype(np.uint16)
+    changes = native.diff(old.copy(), new, advance=False)
+    grid, model = CtxGrid(1, old.size, strips(old.size)), model_of(ctx, [63, 127, 255], 2)
+    data, sizes, lanes = ctx.ctx_encode(model, old, grid, changes, 1 << 20)
+    assert lanes.tolist() == [4] and sizes.tolist() == [data.size]
+    for reader in implementations():
+        positions, _ = reader.ctx_decode(
+            model_of(reader, [63, 127, 255], 2), old, grid, sizes, lanes, data, np.ones(1, np.uint8), changes.old.size
+        )
+        np.testing.assert_array_equal(positions, changes.positions)
+
+
+def test_a_block_of_many_tiles_has_none_larger_than_allowed() -> None:
+    ctx = implementations()[-1]
+    old, changes = walk(3, 4, 200_000)
+    grid = CtxGrid(4, 200_000, strips(150_000, 50_000))
+    assert grid.boxes.tolist() == [
+        *([row, 1, 0, 150_000] for row in range(4)),
+        [0, 4, 150_000, 50_000],
+    ]
+    model = model_of(ctx, [110, 115, 255], 4)
+    data, sizes, lanes = ctx.ctx_encode(model, old, grid, changes, old.nbytes)
+    wanted = np.ones(grid.tiles, np.uint8)
+    positions, steps = ctx.ctx_decode(model, old, grid, sizes, lanes, data, wanted, changes.old.size)
+    np.testing.assert_array_equal(positions, changes.positions)
+    np.testing.assert_array_equal(stepped(changes.old, steps), changes.new)
+
+
+def test_what_does_not_fit_the_room_is_not_written(ctx: ModuleType) -> None:
+    old, changes = walk(2, 10, 64)
+    grid, model = CtxGrid(10, 64, strips(64)), model_of(ctx, [255], 1)
+    data, _, _ = ctx.ctx_encode(model, old, grid, changes, 1 << 20)
+    assert ctx.ctx_encode(model, old, grid, changes, data.size) is not None
+    assert ctx.ctx_encode(model, old, grid, changes, data.size - 1) is None
+
+
+def test_more_changes_than_stated_are_refused(ctx: ModuleType) -> None:
+    old, changes = walk(2, 10, 64)
+    grid, model = CtxGrid(10, 64, strips(32, 32)), model_of(ctx, [255], 1)
+    data, sizes, lanes = ctx.ctx_encode(model, old, grid, changes, 1 << 20)
+    with pytest.raises(MalformedObject, match="more than"):
+        ctx.ctx_decode(model, old, grid, sizes, lanes, data, np.ones(2, np.uint8), changes.old.size - 1)
+
+
+@pytest.mark.parametrize("cut", [0, 1, -1], ids=["whole", "short", "long"])
+def test_every_byte_of_a_tile_counts(ctx: ModuleType, cut: int) -> None:
+    old, changes = walk(6, 10, 64)
+    grid, model = CtxGrid(10, 64, strips(64)), model_of(ctx, [255], 3)
+    data, _, lanes = ctx.ctx_encode(model, old, grid, changes, 1 << 20)
+    data = np.concatenate([data, np.zeros(1, np.uint8)])[: data.size - cut]
+    decode = (model, old, grid, np.array([data.size]), lanes, data, np.ones(1, np.uint8), changes.old.size)
+    if cut == 0:
+        assert ctx.ctx_decode(*decode)[0].size == changes.old.size
+        return
+    with pytest.raises(MalformedObject):
+        ctx.ctx_decode(*decode)
+
+
+def test_sizes_that_are_not_the_datas_are_refused(ctx: ModuleType) -> None:
+    old, _ = walk(6, 10, 64)
+    grid, model = CtxGrid(10, 64, strips(32, 32)), model_of(ctx, [255], 3)
+    for sizes in ([9, 0], [-1, 9], [4, 5]):
+        with pytest.raises(MalformedObject):
+            ctx.ctx_decode(
+                model, old, grid, np.array(sizes), np.ones(2, np.uint8), np.zeros(8, np.uint8), np.ones(2, np.uint8), 9
+            )
+
+
+@pytest.mark.parametrize(
+    ("last", "gap", "step"),
+    [
+        ([254], TOTAL, TOTAL),
+        ([255], TOTAL - 1, TOTAL),
+        ([255], TOTAL, TOTAL + 1),
+        ([9, 9, 255], TOTAL, TOTAL),
+        ([], 0, 0),
+    ],
+)
+def test_a_model_that_is_none_is_refused(ctx: ModuleType, last: list[int], gap: int, step: int) -> None:
+    gaps, steps = np.zeros((len(last), GAP_SYMBOLS), np.uint16), np.zeros((len(last), STEP_SYMBOLS), np.uint16)
+    gaps[:, 0], steps[:, 0] = gap, step
+    with pytest.raises(MalformedObject, match="model"):
+        ctx.ctx_model(np.array(last, np.uint8), gaps, steps)
+
+
+def test_grids_and_changes_that_do_not_fit_are_refused(ctx: ModuleType) -> None:
+    old, changes = walk(6, 10, 64)
+    model = model_of(ctx, [255], 3)
+    for grid in (
+        CtxGrid(10, 64, strips(32, 31)),
+        CtxGrid(10, 64, np.array([[0, 33], [32, 32]])),
+        CtxGrid(10, 64, np.array([[0, 64], [64, 0]])),
+        CtxGrid(9, 64, strips(64)),
+    ):
+        with pytest.raises(ValueError):
+            ctx.ctx_encode(model, old, grid, changes, 1 << 20)
+    outside = Changes(np.array([640], np.uint32), changes.old[:1], changes.new[:1])
+    with pytest.raises(ValueError, match="ascend"):
+        ctx.ctx_encode(model, old, CtxGrid(10, 64, strips(64)), outside, 1 << 20)
+    with pytest.raises(ValueError, match="1, 2 or 4"):
+        ctx.ctx_encode(model, old.astype(np.uint64), CtxGrid(10, 64, strips(64)), changes, 1 << 20)
+
+
+def test_the_bytes_are_those_of_the_protocol(ctx: ModuleType) -> None:
+    """The worked tile of docs/protocol.md."""
+    old = np.array([0x3C00, 0x3C01, 0xBC02, 0x3F80], np.uint16)
+    new = np.array([0x3C00, 0x3C02, 0xBC03, 0x3F80], np.uint16)
+    gaps = np.array([spread(GAP_SYMBOLS, {0: 1024, 1: 1024, GAP_END: 1024, GAP_ESCAPE: 1024})])
+    steps = np.array([spread(STEP_SYMBOLS, {0: 2048, 1: 1024, STEP_ESCAPE: 1024})])
+    model = ctx.ctx_model(np.array([255], np.uint8), gaps, steps)
+    changes = native.diff(old.copy(), new, advance=False)
+    data, sizes, lanes = ctx.ctx_encode(model, old, CtxGrid(1, 4, strips(4)), changes, 100)
+    # Gaps 1, 0 and the end, 2 bits each; two steps away from zero, 1 bit each.
+    assert (sizes.tolist(), lanes.tolist()) == ([4], [1])
+    assert data.tobytes().hex(" ") == "00 84 00 01"

@@ -1,0 +1,106 @@
+"""Publishing against the values before: a log of ctx blocks leads to the model of a trainer that is versions ahead."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from vllm_delta_sync.log import DeltaLog, FoldSchedule, verify
+from vllm_delta_sync.log.folding import write_fold
+from vllm_delta_sync.log.replica import Replica
+from vllm_delta_sync.trainer import Publisher
+from vllm_delta_sync.trainer.splits import split_dim
+from vllm_delta_sync.wire.codec_rules import CTX
+from vllm_delta_sync.wire.codecs import decode_block
+from vllm_delta_sync.wire.tensors import TensorSpec
+
+State = dict[str, bytes]
+
+
+class Model(torch.nn.Module):
+    """Two projections and a norm, moved by normal updates of an fp32 master."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.up_proj = torch.nn.Linear(96, 256, bias=False)
+        self.down_proj = torch.nn.Linear(256, 96, bias=False)
+        self.norm = torch.nn.LayerNorm(96)
+
+    def step(self) -> None:
+        with torch.no_grad():
+            for parameter in self.parameters():
+                parameter += torch.randn_like(parameter) * 3e-5
+
+    def state(self) -> State:
+        return {
+            name: parameter.detach().to(torch.bfloat16).view(torch.int16).numpy().tobytes()
+            for name, parameter in self.named_parameters()
+        }
+
+
+def published(where: Path, folds: FoldSchedule | None = None) -> tuple[DeltaLog, list[State]]:
+    """A log of six versions after its base, and the state at each."""
+    model = Model()
+    states = [model.state()]
+    with Publisher.open(str(where), model, folds=folds, anchors=None, max_in_flight=3, ctx=True) as publisher:
+        for _ in range(6):
+            model.step()
+            publisher.publish(model)
+            states.append(model.state())
+    return DeltaLog.open(str(where)), states
+
+
+def codecs(log: DeltaLog) -> set[int]:
+    return {block.codec for manifest in log.manifests() for block in log.table(manifest).blocks}
+
+
+def test_every_version_of_a_log_of_ctx_blocks_is_the_trainers(tmp_path: Path) -> None:
+    log, states = published(tmp_path)
+    assert CTX in codecs(log)
+    for version, state in enumerate(states):
+        found = log.materialize(version)
+        assert {name: bits.tobytes() for name, (_, bits) in found.items()} == state
+    assert verify.verify(log).faults == ()
+
+
+def test_folds_of_ctx_blocks_are_composed_from_the_steps_that_the_publisher_had(tmp_path: Path) -> None:
+    log, states = published(tmp_path, FoldSchedule(levels=2, reach=0, stride=1))
+    folds = log.catalog().folds
+    assert folds and all(block.codec != CTX for fold in folds for block in log.table(fold).blocks)
+    replica = Replica(log)
+    replica.go_to(log.latest(), 6)
+    assert {name: bits.tobytes() for name, (_, bits) in replica.tensors.items()} == states[-1]
+
+
+@pytest.mark.parametrize(("source", "to"), [(1, 5), (5, 1)])
+def test_who_folds_ctx_blocks_from_the_log_alone_rebuilds_both_versions(tmp_path: Path, source: int, to: int) -> None:
+    log, states = published(tmp_path)
+    fold = write_fold(log, source, to)
+    held = {name: np.frombuffer(bits, np.uint16).copy() for name, bits in states[source].items()}
+    table = log.table(fold)
+    for block, payload in log.blocks(fold, table.blocks):
+        bits = held[block.spec.name][block.start : block.start + block.count]
+        decoded = decode_block(block, payload, bits)
+        bits[decoded.positions] = decoded.new_bits(bits[decoded.positions])
+    assert {name: bits.tobytes() for name, bits in held.items()} == states[to]
+
+
+@pytest.mark.parametrize(
+    ("name", "shape", "dim"),
+    [
+        ("model.layers.0.self_attn.q_proj.weight", (64, 64), 0),
+        ("model.layers.0.self_attn.o_proj.weight", (64, 64), 1),
+        ("model.layers.0.mlp.down_proj.weight", (64, 256), 1),
+        ("model.layers.0.self_attn.o_proj.bias", (64,), 0),
+        ("model.embed_tokens.weight", (512, 64), 0),
+        ("weight", (64, 64), 0),
+    ],
+)
+def test_row_parallel_weights_are_cut_by_columns_and_all_others_by_rows(
+    name: str, shape: tuple[int, ...], dim: int
+) -> None:
+    assert split_dim(TensorSpec(name, "BF16", shape)) == dim

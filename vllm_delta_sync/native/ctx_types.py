@@ -1,0 +1,148 @@
+"""What both implementations of the `ctx` codec's loops take and give, and the checks they share.
+
+Does not code: the loops are in the C library (`ctx_cpu.py`) and, slowly, in numpy (`portable_ctx.py`).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+from typing import NamedTuple
+
+import numpy as np
+
+from vllm_delta_sync.errors import MalformedObject
+from vllm_delta_sync.native.types import I64, MAX_COUNT, U8, U16, Bits, Changes, bits_width, row
+
+TILE_ELEMENTS = 1 << 18  # of a tile at most
+CONTEXTS = 256
+MAX_CLASSES = 16
+SCALE = 12  # bits of a frequency
+TOTAL = 1 << SCALE  # what the frequencies of a class add up to
+EXACT = 16  # magnitudes below have a symbol each
+GAP_END, GAP_ESCAPE, GAP_SYMBOLS = 72, 73, 74
+STEP_ESCAPE, STEP_SYMBOLS = 248, 249
+MANY_LANES = 4  # states of a tile of LANE_CHANGES changes or more; one of any other
+LANE_CHANGES = 4096
+CTX_WIDTHS = (1, 2, 4)
+
+
+class CtxModel(NamedTuple):
+    """Classes of contexts, and the frequencies of gap and step symbols in each. `ctx_model` makes one, checked."""
+
+    last: U8  # [C], the last context of each class, ascending to 255
+    gaps: U16  # [C, 74]
+    steps: U16  # [C, 249]
+    prepared: U8  # the same as the C library wants it; empty where there is none
+
+
+class Tally(NamedTuple):
+    """How often each symbol occurs in each class, or elements and step symbols in each context."""
+
+    gaps: I64  # [C, 74]; of contexts: elements in each, [256]
+    steps: I64  # [C, 249]
+
+    @classmethod
+    def of_classes(cls, classes: int) -> Tally:
+        """Nothing counted yet, for `ctx_tally`."""
+        return cls(np.zeros((classes, GAP_SYMBOLS), np.int64), np.zeros((classes, STEP_SYMBOLS), np.int64))
+
+    @classmethod
+    def of_contexts(cls) -> Tally:
+        """Nothing counted yet, for `ctx_survey`."""
+        return cls(np.zeros(CONTEXTS, np.int64), np.zeros((CONTEXTS, STEP_SYMBOLS), np.int64))
+
+
+@dataclass(frozen=True, eq=False)
+class CtxGrid:
+    """A block as rows of elements, cut into strips of columns; each strip is cut into tiles of whole rows.
+
+    Tiles are counted strip by strip, and down each strip. All but `ctx_tally` want strips that cover a row in order.
+    """
+
+    rows: int
+    row_length: int  # elements
+    strips: I64  # [S, 2]: first column, columns, at most 2**18
+
+    @property
+    def elements(self) -> int:
+        """Of the block."""
+        return self.rows * self.row_length
+
+    @cached_property
+    def tile_rows(self) -> I64:
+        """Rows of each strip's tiles but the last, [S]."""
+        return np.asarray(TILE_ELEMENTS // self.strips[:, 1])
+
+    @cached_property
+    def tiles(self) -> int:
+        """How many there are."""
+        return int((-(-self.rows // self.tile_rows)).sum())
+
+    @cached_property
+    def boxes(self) -> I64:
+        """Each tile's first row, rows, first column and columns, [T, 4]."""
+        found = [
+            (first, min(height, self.rows - first), column, columns)
+            for (column, columns), height in zip(self.strips.tolist(), self.tile_rows.tolist(), strict=True)
+            for first in range(0, self.rows, height)
+        ]
+        return np.array(found, np.int64).reshape(-1, 4)
+
+
+def check_model(last: U8, gaps: U16, steps: U16) -> None:
+    """Raise MalformedObject unless these are the classes and frequencies of a model."""
+    row("last", last, np.uint8)
+    count = last.size
+    if gaps.shape != (count, GAP_SYMBOLS) or steps.shape != (count, STEP_SYMBOLS):
+        raise ValueError(
+            f"{count} classes want frequencies [{count}, 74] and [{count}, 249], not {gaps.shape}, {steps.shape}"
+        )
+    if not 1 <= count <= MAX_CLASSES or last[-1] != CONTEXTS - 1 or (last[1:] <= last[:-1]).any():
+        raise MalformedObject(
+            f"a model of {count} classes that end at {last.tolist()[:17]}: want 1 to 16, ascending to 255"
+        )
+    for what, table in (("gap", gaps), ("step", steps)):
+        if (table > TOTAL).any() or (table.sum(axis=1, dtype=np.int64) != TOTAL).any():
+            raise MalformedObject(f"a model whose {what} frequencies do not add up to {TOTAL} in each class")
+
+
+def check_block(grid: CtxGrid, old: Bits) -> int:
+    """The width of a block's old values; ValueError unless they are those of the grid, and the grid can be coded."""
+    width = bits_width("old", old)
+    if width not in CTX_WIDTHS:
+        raise ValueError(f"ctx codes elements of 1, 2 or 4 bytes, got {width}")
+    strips = grid.strips
+    if old.size != grid.elements or not 0 < old.size < MAX_COUNT or strips.ndim != 2 or not len(strips):
+        raise ValueError(f"{old.size} old values for {grid.rows} rows of {grid.row_length} in {len(strips)} strips")
+    begins, ends = strips[:, 0], strips.sum(axis=1)
+    narrow = (strips[:, 1] >= 1) & (strips[:, 1] <= TILE_ELEMENTS)
+    if not narrow.all() or begins[0] < 0 or ends[-1] > grid.row_length or (begins[1:] < ends[:-1]).any():
+        raise ValueError(f"strips {strips.tolist()[:4]} … do not follow each other in a row of {grid.row_length}")
+    return width
+
+
+def check_cover(grid: CtxGrid) -> None:
+    """ValueError unless the strips, which follow each other, cover a row."""
+    if int(grid.strips[:, 1].sum()) != grid.row_length:
+        raise ValueError(f"{len(grid.strips)} strips do not cover a row of {grid.row_length} elements")
+
+
+def check_changes(grid: CtxGrid, old: Bits, changes: Changes) -> None:
+    """ValueError unless the changes are of this block: ascending positions in it, with values of its width."""
+    row("positions", changes.positions, np.uint32)
+    row("old values of changes", changes.old, old.dtype.type, changes.positions.size)
+    row("new values of changes", changes.new, old.dtype.type, changes.positions.size)
+    positions = changes.positions
+    if positions.size and (int(positions[-1]) >= grid.elements or (positions[1:] <= positions[:-1]).any()):
+        raise ValueError(f"positions must ascend strictly, below {grid.elements}")
+
+
+def check_sizes(grid: CtxGrid, sizes: I64, lanes: U8, data: U8, wanted: U8) -> None:
+    """MalformedObject unless each tile has a size, and together they are the data."""
+    row("sizes", sizes, np.int64, grid.tiles)
+    row("lanes", lanes, np.uint8, grid.tiles)
+    row("wanted", wanted, np.uint8, grid.tiles)
+    row("data", data, np.uint8)
+    if (sizes < 0).any() or (sizes > data.size).any() or int(sizes.sum()) != data.size:
+        raise MalformedObject(f"tiles of {int(sizes.sum())} bytes in a stream of {data.size}")

@@ -1,0 +1,307 @@
+"""The `ctx` codec's loops in Python, one symbol at a time: where there is no C library, and to hold that one against.
+
+Gives the same bytes as `ctx_cpu.py`, hundreds of times slower.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+
+from vllm_delta_sync.errors import MalformedObject
+from vllm_delta_sync.native.ctx_types import (
+    CONTEXTS,
+    EXACT,
+    GAP_END,
+    GAP_ESCAPE,
+    LANE_CHANGES,
+    MANY_LANES,
+    SCALE,
+    STEP_ESCAPE,
+    TOTAL,
+    CtxGrid,
+    CtxModel,
+    Tally,
+    check_block,
+    check_changes,
+    check_cover,
+    check_model,
+    check_sizes,
+)
+from vllm_delta_sync.native.types import I64, U8, U16, U32, Bits, Changes, pair_width
+
+__all__ = ["ctx_decode", "ctx_encode", "ctx_model", "ctx_survey", "ctx_tally"]
+
+FLOOR = 1 << 16  # of a state
+GAP_BITS = 18  # of an escaped gap
+
+
+class _Cut(Exception):
+    """A tile ends early."""
+
+
+def magnitude(v: int) -> tuple[int, int, int]:
+    """A number's symbol, and how many raw bits follow it with which value."""
+    if v < EXACT:
+        return v, 0, 0
+    top = v.bit_length() - 1
+    bits = top - 2
+    return EXACT + 4 * (top - 4) + ((v >> bits) & 3), bits, v & ((1 << bits) - 1)
+
+
+def _bits_after(symbol: int) -> int:
+    return 0 if symbol < EXACT else (symbol - EXACT) // 4 + 2
+
+
+def _number(symbol: int, raw: int) -> int:
+    return symbol if symbol < EXACT else (4 | (symbol - EXACT) & 3) << _bits_after(symbol) | raw
+
+
+def _contexts(old: Bits) -> U8:
+    if old.itemsize == 1:
+        return np.asarray(old & 0x7F, np.uint8)
+    return np.asarray((old >> (7 if old.itemsize == 2 else 23)) & 0xFF, np.uint8)
+
+
+def _rank(u: Bits) -> Bits:
+    sign = u.dtype.type(1 << (8 * u.itemsize - 1))
+    return np.where(u & sign, sign - u.dtype.type(1) - u, u).astype(u.dtype)
+
+
+def _oriented(steps: Bits, old: Bits) -> Bits:
+    sign = old.dtype.type(1 << (8 * old.itemsize - 1))
+    return np.where(old & sign, np.zeros_like(steps) - steps, steps).astype(steps.dtype)
+
+
+def _folded(old: Bits, new: Bits) -> Bits:
+    """The oriented step s from old to new as 2 (|s| − 1) + (s < 0)."""
+    one, sign = old.dtype.type(1), old.dtype.type(1 << (8 * old.itemsize - 1))
+    step = _oriented(_rank(new) - _rank(old), old)
+    below = (step & sign) != 0
+    size = np.where(below, np.zeros_like(step) - step, step).astype(step.dtype)
+    return np.asarray((size - one) * old.dtype.type(2) + below.astype(step.dtype))
+
+
+def _unfolded(z: Bits) -> Bits:
+    one = z.dtype.type(1)
+    size = (z >> one) + one
+    return np.where(z & one, np.zeros_like(size) - size, size).astype(z.dtype)
+
+
+def _class_of(last: U8) -> U8:
+    return np.searchsorted(last, np.arange(CONTEXTS)).astype(np.uint8)
+
+
+def ctx_model(last: U8, gaps: U16, steps: U16) -> CtxModel:
+    """Classes that end at contexts `last` u8 [C], with frequencies u16 [C, 74] and [C, 249]; MalformedObject if not."""
+    check_model(last, gaps, steps)
+    return CtxModel(last, gaps, steps, np.empty(0, np.uint8))
+
+
+def _tiles(grid: CtxGrid) -> Iterator[tuple[int, I64]]:
+    """Each tile's number, and where its elements are in the block, row by row."""
+    for index, (first, rows, column, columns) in enumerate(grid.boxes.tolist()):
+        places = (first + np.arange(rows))[:, None] * grid.row_length + column + np.arange(columns)
+        yield index, places.reshape(-1)
+
+
+def _events(last: U8, old: Bits, places: I64, changes: Changes) -> Iterator[tuple[int, list[int], list[int]]]:
+    """Each class, and the gaps and folded steps of a tile's changes in it."""
+    inside = np.isin(changes.positions, places)
+    positions, z = changes.positions[inside].astype(np.int64), _folded(changes.old[inside], changes.new[inside])
+    where = np.searchsorted(places, positions)  # a tile's places ascend
+    of = _class_of(last)[_contexts(old[places])]
+    for c in range(last.size):
+        rank = np.cumsum(of == c) - 1
+        own = of[where] == c
+        gaps = np.diff(rank[where[own]], prepend=-1) - 1
+        yield c, gaps.tolist(), z[own].tolist()
+
+
+class _Writer:
+    """Collects a tile's symbols and raw bits in the order of decoding."""
+
+    def __init__(self, lanes: int) -> None:
+        self._lanes = lanes
+        self._symbols: list[tuple[int, int, int]] = []  # lane, frequency, first slot
+        self._raw = self._filled = 0
+
+    def add(self, frequencies: U16, symbol: int, index: int) -> None:
+        self._symbols.append((index % self._lanes, int(frequencies[symbol]), int(frequencies[:symbol].sum())))
+
+    def raw(self, value: int, bits: int) -> None:
+        self._raw |= value << self._filled
+        self._filled += bits
+
+    def number(
+        self, frequencies: U16, symbol: int, bits: int, raw: int, escape: tuple[int, int, int], index: int
+    ) -> None:
+        known = bool(frequencies[symbol])
+        self.add(frequencies, symbol if known else escape[0], index)
+        self.raw(raw if known else escape[2], bits if known else escape[1])
+
+    def bytes(self) -> bytes:
+        states, words = [FLOOR] * self._lanes, []
+        for lane, frequency, start in reversed(self._symbols):
+            state = states[lane]
+            if state >= frequency << (32 - SCALE):
+                words.append(state & 0xFFFF)
+                state >>= 16
+            states[lane] = (state // frequency << SCALE) + state % frequency + start
+        front = np.array(states, "<u4").tobytes() + np.array(words[::-1], "<u2").tobytes()
+        return front + self._raw.to_bytes((self._filled + 7) // 8, "big")
+
+
+def ctx_encode(model: CtxModel, old: Bits, grid: CtxGrid, changes: Changes, room: int) -> tuple[U8, I64, U8] | None:
+    """The tiles' bytes u8 [·], and of each tile its bytes i64 [T] and states u8 [T]; None if they take over `room`.
+
+    old uW [rows · row_length] before the changes; room in bytes.
+    """
+    width = check_block(grid, old)
+    check_cover(grid)
+    check_changes(grid, old, changes)
+    pieces, lanes = [b""] * grid.tiles, np.ones(grid.tiles, np.uint8)
+    for tile, places in _tiles(grid):
+        found = [(c, gaps, steps) for c, gaps, steps in _events(model.last, old, places, changes)]
+        changed = sum(len(gaps) for _, gaps, _ in found)
+        lanes[tile] = 1 if changed < LANE_CHANGES else MANY_LANES
+        if not changed:
+            continue
+        writer = _Writer(int(lanes[tile]))
+        for c, gaps, steps in found:
+            for i, gap in enumerate(gaps):
+                writer.number(model.gaps[c], *magnitude(gap), (GAP_ESCAPE, GAP_BITS, gap), i)
+            writer.add(model.gaps[c], GAP_END, len(gaps))
+            for i, z in enumerate(steps):
+                symbol, bits, raw = magnitude(z >> 1)
+                writer.number(model.steps[c], symbol << 1 | z & 1, bits, raw, (STEP_ESCAPE, 8 * width, z), i)
+        pieces[tile] = writer.bytes()
+    data = b"".join(pieces)
+    if len(data) > room:
+        return None
+    return np.frombuffer(data, np.uint8), np.array([len(piece) for piece in pieces], np.int64), lanes
+
+
+class _Reader:
+    """A tile's bytes: states and words from the front, raw bits from the back."""
+
+    def __init__(self, data: bytes, lanes: int) -> None:
+        self._data, self._at, self._raw, self._used = data, 4 * lanes, int.from_bytes(data, "big"), 0
+        if len(data) < 4 * lanes:
+            raise _Cut
+        self._states = np.frombuffer(data[: 4 * lanes], "<u4").tolist()
+        if min(self._states) < FLOOR:
+            raise _Cut
+
+    def symbol(self, frequencies: U16, index: int) -> int:
+        lane = index % len(self._states)
+        state = self._states[lane]
+        ends, slot = np.cumsum(frequencies), state & (TOTAL - 1)
+        symbol = int(np.searchsorted(ends, slot, side="right"))
+        frequency = int(frequencies[symbol])
+        state = frequency * (state >> SCALE) + slot - (int(ends[symbol]) - frequency)
+        if state < FLOOR:
+            if self._at + 2 > len(self._data):
+                raise _Cut
+            state = state << 16 | int.from_bytes(self._data[self._at : self._at + 2], "little")
+            self._at += 2
+        self._states[lane] = state
+        return symbol
+
+    def raw(self, bits: int) -> int:
+        if self._used + bits > 8 * len(self._data):
+            raise _Cut
+        value = (self._raw >> self._used) & ((1 << bits) - 1)
+        self._used += bits
+        return value
+
+    def finished(self) -> bool:
+        size = (self._used + 7) // 8
+        tail = self._data[len(self._data) - size] >> (self._used % 8) if self._used % 8 else 0
+        return self._at + size == len(self._data) and not tail and all(state == FLOOR for state in self._states)
+
+
+def _decode_tile(model: CtxModel, old: Bits, places: I64, data: bytes, lanes: int) -> tuple[list[I64], list[Bits]]:
+    reader, width = _Reader(data, lanes), old.itemsize
+    of = _class_of(model.last)[_contexts(old[places])]
+    positions, steps = [], []
+    for c in range(model.last.size):
+        members, rank = np.flatnonzero(of == c), -1
+        ranks: list[int] = []
+        while (symbol := reader.symbol(model.gaps[c], len(ranks))) != GAP_END:
+            escape = symbol == GAP_ESCAPE
+            rank += 1 + (reader.raw(GAP_BITS) if escape else _number(symbol, reader.raw(_bits_after(symbol))))
+            if rank >= members.size:
+                raise _Cut
+            ranks.append(rank)
+        z = []
+        for i in range(len(ranks)):
+            symbol = reader.symbol(model.steps[c], i)
+            if symbol == STEP_ESCAPE:
+                z.append(reader.raw(8 * width))
+                continue
+            size = _number(symbol >> 1, reader.raw(_bits_after(symbol >> 1)))
+            if size >> (8 * width - 1):
+                raise _Cut
+            z.append(size << 1 | symbol & 1)
+        where = places[members[ranks]] if ranks else places[:0]
+        positions.append(where)
+        steps.append(_oriented(_unfolded(np.array(z, old.dtype)), old[where]))
+    if not reader.finished():
+        raise _Cut
+    return positions, steps
+
+
+def ctx_decode(
+    model: CtxModel, old: Bits, grid: CtxGrid, sizes: I64, lanes: U8, data: U8, wanted: U8, changed: int
+) -> tuple[U32, Bits]:
+    """The changes of the wanted tiles, at most `changed`: positions u32 [n], ascending, and steps uW [n].
+
+    old uW [rows · row_length] is right in those tiles and may be anything elsewhere. sizes i64, lanes and wanted u8,
+    all [T]. MalformedObject if the bytes of a wanted tile are not exactly what docs/protocol.md says.
+    """
+    check_block(grid, old)
+    check_cover(grid)
+    check_sizes(grid, sizes, lanes, data, wanted)
+    ends = np.cumsum(sizes)
+    positions, steps = [np.empty(0, np.int64)], [np.empty(0, old.dtype)]
+    for tile, places in _tiles(grid):
+        if not sizes[tile] or not wanted[tile]:
+            continue
+        piece = data[ends[tile] - sizes[tile] : ends[tile]].tobytes()
+        try:
+            found = _decode_tile(model, old, places, piece, int(lanes[tile]))
+        except _Cut:
+            found = ([], [])
+        total = sum(part.size for part in positions) + sum(part.size for part in found[0])
+        if not sum(part.size for part in found[0]) or total > changed:
+            raise MalformedObject(f"a ctx tile of {grid.tiles} is malformed, or they hold more than {changed} changes")
+        positions += found[0]
+        steps += found[1]
+    where = np.concatenate(positions)
+    order = np.argsort(where)
+    return where[order].astype(np.uint32), np.concatenate(steps)[order]
+
+
+def ctx_tally(model: CtxModel, old: Bits, grid: CtxGrid, changes: Changes, to: Tally) -> None:
+    """Add the symbols of the changes in the grid's strips, by class of the model; its tiles' ends among them."""
+    check_block(grid, old)
+    check_changes(grid, old, changes)
+    for _, places in _tiles(grid):
+        if not np.isin(changes.positions, places).any():
+            continue
+        for c, skipped, folded in _events(model.last, old, places, changes):
+            for gap in skipped:
+                to.gaps[c, magnitude(gap)[0]] += 1
+            to.gaps[c, GAP_END] += 1
+            for z in folded:
+                to.steps[c, magnitude(z >> 1)[0] << 1 | z & 1] += 1
+
+
+def ctx_survey(old: Bits, before: Bits, after: Bits, to: Tally) -> None:
+    """Add elements of old uW [N] by context, and step symbols of before → after uW [n] by the context of `before`."""
+    pair_width("before", before, "after", after)
+    to.gaps[:] += np.bincount(_contexts(old), minlength=CONTEXTS)
+    for c, z in zip(_contexts(before).tolist(), _folded(before, after).tolist(), strict=True):
+        to.steps[c, magnitude(z >> 1)[0] << 1 | z & 1] += 1

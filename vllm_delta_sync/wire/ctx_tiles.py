@@ -1,0 +1,56 @@
+"""How the `ctx` codec cuts a block into tiles, so that ranks which split a dimension decode theirs alone.
+
+Pure arithmetic on shapes; does not touch elements. docs/protocol.md, *ctx*, is normative.
+"""
+
+from __future__ import annotations
+
+import math
+from functools import lru_cache
+
+import numpy as np
+
+from vllm_delta_sync.errors import MalformedObject
+from vllm_delta_sync.native import CtxGrid
+from vllm_delta_sync.native.ctx_types import TILE_ELEMENTS
+
+MAX_TILES = 1 << 12  # of a block
+BANDS = 16  # into which a dimension is cut
+PADDING = 64  # to a multiple of which vLLM pads a vocabulary before it splits it
+
+
+def band_of(size: int) -> int:
+    """Indices of a dimension of this size that make a band: where 2, 4, 8 or 16 ranks split it, bands end too."""
+    padded = -(-size // PADDING) * PADDING
+    return max(1, padded // BANDS)
+
+
+@lru_cache(maxsize=1 << 14)  # a model's blocks are the same in every version
+def grid(shape: tuple[int, ...], start: int, count: int, dim: int, band: int) -> CtxGrid:
+    """The tiles of elements start … start+count−1 of a tensor cut into bands of `band` indices of dimension `dim`.
+
+    Raises MalformedObject when there is no such dimension, the block is neither inside one of the rows that consist of
+    this and the later dimensions nor made of whole ones, or there are too many tiles.
+    """
+    if not 0 <= dim < max(1, len(shape)) or band < 1:
+        raise MalformedObject(f"bands of {band} indices of dimension {dim}, of a tensor {list(shape)}")
+    length, width = math.prod(shape[dim:]), band * math.prod(shape[dim + 1 :])
+    first = start % length
+    if first + count <= length:
+        rows = 1
+    elif first == 0 and count % length == 0:
+        rows = count // length
+    else:
+        raise MalformedObject(f"a block of {count} elements at {start} is not rows of {length}")
+    columns = count // rows
+    if columns > width * MAX_TILES:
+        raise MalformedObject(f"a block of {count} elements in bands of {width} has more than {MAX_TILES} tiles")
+    strips, at = [], first
+    while at < first + columns:
+        end = min(at + TILE_ELEMENTS, at - at % width + width, first + columns)
+        strips.append((at - first, end - at))
+        at = end
+    cut = CtxGrid(rows, columns, np.array(strips, np.int64))
+    if cut.tiles > MAX_TILES:
+        raise MalformedObject(f"a block of {count} elements is cut into {cut.tiles} tiles, more than {MAX_TILES}")
+    return cut
