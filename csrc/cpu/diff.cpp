@@ -1,4 +1,5 @@
 // Compare two states of a tensor and compact what differs. Does not allocate: it stops when the caller's scratch is full.
+#include <algorithm>
 #include <cstring>
 
 #if defined(__SSE2__)
@@ -50,25 +51,39 @@ struct Compactor {
 };
 
 // Returns how many elements it compared: n, or less when there is no room for another group's changes.
+// A run of groups is compared without a branch on what was found, and only then are its changes written: whether a group differs
+// cannot be predicted, and a wrong guess would throw away the loads of memory that are under way.
 template <typename T, bool advance>
 int64_t diff(Compactor<T>& out, int64_t n, int64_t capacity) {
   constexpr int64_t per = kGroup / sizeof(T);
   constexpr uint64_t element = (1ull << sizeof(T)) - 1;
-  constexpr int64_t ahead = 1024;  // bytes between a prefetch and its use
+  constexpr int64_t run = 64;      // groups: what is found of them, and they, stay in the first-level cache
+  constexpr int64_t ahead = 4096;  // bytes between a prefetch and its use: one run
+  uint64_t masks[run];
+  int64_t which[run];
   int64_t at = 0;
-  for (; at + per <= n; at += per) {
+  while (at + per <= n) {
+    const int64_t groups = std::min(run, (n - at) / per);
     const char* const before = reinterpret_cast<const char*>(out.before + at);
     const char* const after = reinterpret_cast<const char*>(out.after + at);
-    __builtin_prefetch(before + ahead, advance);
-    __builtin_prefetch(after + ahead);
-    uint64_t mask = differing_bytes(before, after);
-    if (mask == 0) continue;
-    if (out.found + per > capacity) return at;
-    while (mask) {
-      const int k = __builtin_ctzll(mask) / static_cast<int>(sizeof(T));
-      mask &= ~(element << (k * sizeof(T)));
-      out.template emit<advance>(at + k);
+    int64_t differing = 0;
+    for (int64_t g = 0; g < groups; ++g) {
+      __builtin_prefetch(before + g * kGroup + ahead, advance);
+      __builtin_prefetch(after + g * kGroup + ahead);
+      masks[differing] = differing_bytes(before + g * kGroup, after + g * kGroup);
+      which[differing] = g;
+      differing += masks[differing] != 0;
     }
+    for (int64_t d = 0; d < differing; ++d) {
+      const int64_t first = at + which[d] * per;
+      if (out.found + per > capacity) return first;
+      for (uint64_t mask = masks[d]; mask != 0;) {
+        const int k = __builtin_ctzll(mask) / static_cast<int>(sizeof(T));
+        mask &= ~(element << (k * sizeof(T)));
+        out.template emit<advance>(first + k);
+      }
+    }
+    at += groups * per;
   }
   if (out.found + per > capacity) return at;
   for (; at < n; ++at)

@@ -1,4 +1,5 @@
-"""A reader process on a node's cache: makes itself known, waits for a line on stdin, fetches the tip, says what came.
+"""A reader process on a node's cache: makes itself known, waits for a line on stdin, fetches the tip, says what came,
+and stays until another line.
 
 Arguments: BUCKET CACHE TENSOR,TENSOR,… STALL. With STALL > 0, it stops for ever before it takes that many bytes or more
 from the store at once.
@@ -50,6 +51,7 @@ def main() -> None:
     counts = {"fetched": fetcher.fetched_bytes, "cached": fetcher.cached_bytes, "needed": fetcher.needed_bytes}
     failure = fetcher.take_cache_failure()
     print(json.dumps({"blocks": blocks, "failure": str(failure) if failure else None, **counts}), flush=True)
+    sys.stdin.readline()  # who has left needs nothing any more
 
 
 if __name__ == "__main__":

@@ -8,17 +8,12 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
+from vllm_delta_sync.bench import resident
 from vllm_delta_sync.log import DeltaLog
 from vllm_delta_sync.log.cache import NodeCache
 from vllm_delta_sync.log.fetcher import Fetcher
 from vllm_delta_sync.log.needs import Needs
 from vllm_delta_sync.wire.codecs import decode_block
-
-
-def memory(field: str) -> int:
-    """Bytes, of `VmRSS` (now) or `VmHWM` (at the peak). What getrusage tells would count the parent of this process."""
-    lines = dict(line.split(":") for line in Path("/proc/self/status").read_text().splitlines())
-    return int(lines[field].split()[0]) << 10
 
 
 def main() -> None:
@@ -28,12 +23,11 @@ def main() -> None:
     needs = Needs({spec.name: ((0, spec.numel),) for spec in log.table(tip).tensors})
     fetcher = Fetcher(log.store, NodeCache(Path(cache), 1 << 30) if cache else None, needs)
     table = fetcher.table(tip)
-    Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew
-    before = memory("VmRSS")
+    before = resident.reset_peak()
     for block, data in fetcher.blocks(tip, table):
         decode_block(block, data)
     assert fetcher.take_cache_failure() is None
-    print(memory("VmHWM") - before)
+    print(resident.peak() - before)
 
 
 if __name__ == "__main__":

@@ -40,8 +40,11 @@ class Reader:
     def outcome(self) -> dict[str, Any]:
         assert self.process.stdout is not None
         found: dict[str, Any] = json.loads(self.process.stdout.readline())
-        assert self.process.wait(20) == 0
         return found
+
+    def leave(self) -> None:
+        self.go()
+        assert self.process.wait(20) == 0
 
     def kill(self) -> None:
         self.process.kill()
@@ -77,6 +80,8 @@ def test_readers_that_begin_together_fetch_what_they_need_together_once(log: tin
     for reader in readers.values():
         reader.go()
     outcomes = {name: reader.outcome() for name, reader in readers.items()}
+    for reader in readers.values():
+        reader.leave()
     for name, outcome in outcomes.items():
         assert outcome["blocks"] == expected(log, HELD[name])
         assert outcome["failure"] is None
@@ -100,6 +105,8 @@ def test_a_killed_downloader_is_replaced_and_what_it_left_is_removed(
     assert [reader.process.poll() for reader in others.values()] == [None, None]
     downloader.kill()
     outcomes = {name: reader.outcome() for name, reader in others.items()}
+    for reader in others.values():
+        reader.leave()
     for name, outcome in outcomes.items():
         assert outcome["blocks"] == expected(log, HELD[name])
         assert outcome["failure"] is None

@@ -17,10 +17,10 @@ import torch
 from vllm_delta_sync import native
 from vllm_delta_sync.bench import vllm_model
 from vllm_delta_sync.bench.clock import interleaved
+from vllm_delta_sync.bench.step import read
 from vllm_delta_sync.errors import BaseMismatch
 from vllm_delta_sync.native import Changes
 from vllm_delta_sync.native.types import U32, Bits
-from vllm_delta_sync.wire.checkpoint import open_checkpoint
 from vllm_delta_sync.wire.tensors import TensorSpec
 
 
@@ -38,7 +38,7 @@ class ApplyTimes:
 
 @dataclass(frozen=True)
 class Step:
-    """The bf16 tensors of a checkpoint, and what the next one changes in them."""
+    """The tensors of a checkpoint, and what the next one changes in them."""
 
     specs: tuple[TensorSpec, ...]
     live: tuple[Bits, ...]  # u16 [numel] each, plain memory
@@ -50,22 +50,15 @@ class Step:
 
 
 def read_step(old: Path, new: Path) -> Step:
-    """Diff two checkpoints. Raises BaseMismatch when they do not hold the same tensors, or nothing changed."""
-    before, after = open_checkpoint(old), open_checkpoint(new)
-    if sorted(before) != sorted(after):
-        raise BaseMismatch(f"{old} and {new} hold different tensors; give two checkpoints of one model")
-    specs, live, changes = [], [], []
-    for name in sorted(before):
-        (spec, old_bits), (new_spec, new_bits) = before[name], after[name]
-        if spec != new_spec or spec.dtype != "BF16":
-            raise BaseMismatch(f"{name!r}: {spec} in {old}, {new_spec} in {new}; want bf16 tensors of one shape")
-        specs.append(spec)
-        live.append(np.array(old_bits))
-        changes.append(native.diff(live[-1], new_bits, advance=False))
-    step = Step(tuple(specs), tuple(live), tuple(changes))
-    if not step.changed:
-        raise BaseMismatch(f"{old} and {new} are equal, there is nothing to apply")
-    return step
+    """Diff two checkpoints. Raises BaseMismatch as `step.read` does, and where a tensor is not of bf16."""
+    before, after = read(old, new)
+    specs = tuple(spec for spec, _ in before.values())
+    other = next((spec for spec in specs if spec.dtype != "BF16"), None)
+    if other is not None:
+        raise BaseMismatch(f"{other} in {old}: vLLM's patching is compared on bf16 tensors only")
+    live = tuple(bits for _, bits in before.values())
+    changes = tuple(native.diff(bits, after[name][1], advance=False) for name, (_, bits) in before.items())
+    return Step(specs, live, changes)
 
 
 def measure(old: Path, new: Path, threads: int = 1, rounds: int = 9) -> ApplyTimes:

@@ -8,27 +8,22 @@ from __future__ import annotations
 import os
 from collections.abc import Iterable
 from dataclasses import dataclass
-from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
 
-from vllm_delta_sync import native
-from vllm_delta_sync.bench.warm_walk import DRIFT, Model, WarmWalk
+from vllm_delta_sync.bench.codings import WITHOUT_BASE, payload_bytes, write_log
+from vllm_delta_sync.bench.step import Model
+from vllm_delta_sync.bench.warm_walk import DRIFT, WarmWalk
 from vllm_delta_sync.errors import ConfigError
-from vllm_delta_sync.log import DeltaLog, FoldSchedule, LogWriter, TensorUpdate
+from vllm_delta_sync.log import DeltaLog, FoldSchedule
 from vllm_delta_sync.log.folding import write_scheduled
 from vllm_delta_sync.log.layers import between
-from vllm_delta_sync.log.packing import pack
 from vllm_delta_sync.log.plan import Edge, plan
 from vllm_delta_sync.log.shelf import Shelf
 from vllm_delta_sync.store import Store, open_store
-from vllm_delta_sync.wire import state_hash
 from vllm_delta_sync.wire.checkpoint import write_checkpoint
-from vllm_delta_sync.wire.codecs import encode_block
-from vllm_delta_sync.wire.manifest import BaseRef
-from vllm_delta_sync.wire.shard import TARGET_BYTES, Ends, pack_shard
-from vllm_delta_sync.wire.tensors import split_blocks
+from vllm_delta_sync.wire.shard import Ends
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,27 +83,7 @@ def measure(
 def write(store: Store, base: Path, models: list[Model]) -> DeltaLog:
     """A log of these models, without folds, whose base is written to the directory `base`."""
     write_checkpoint(base, models[0].values())
-    states = {spec: state_hash.of_tensor(spec, bits) for spec, bits in models[0].values()}
-    writer = LogWriter.create(store, states, base=BaseRef(model=str(base)))
-    for old, new in pairwise(models):
-        updates = _updates(old, new)
-        states |= {update.spec: update.lanes for update in updates}
-        writer.commit(updates, state_root=state_hash.state_root(states))
-    return DeltaLog.open(store)
-
-
-def _updates(old: Model, new: Model) -> list[TensorUpdate]:
-    updates = []
-    for name, (spec, bits) in new.items():
-        blocks = []
-        for start, count in split_blocks(spec):
-            part = bits[start : start + count]
-            changes = native.diff(old[name][1][start : start + count], part, advance=False)
-            if changes.positions.size:
-                blocks.append((start, count, encode_block(spec, changes, start, count, part)))
-        if blocks:
-            updates.append(TensorUpdate(spec, state_hash.of_tensor(spec, bits), blocks))
-    return updates
+    return write_log(store, base, models, WITHOUT_BASE).log
 
 
 class Ideal:
@@ -122,11 +97,7 @@ class Ideal:
     def bytes(self, source: int, to: int) -> int:
         """Bytes of the shards of the fold from `source` to `to`."""
         layer = between(self._shelf.end(source), self._shelf.end(to), self._models[source], self._models[to])
-        packed = pack(layer.updates(), TARGET_BYTES)
-        tables = [packed.table.to_bytes(), *[None] * (len(packed.shards) - 1)]
-        ends = Ends(self._run, source, to)
-        shards = zip(packed.shards, tables, strict=True)
-        return sum(len(pack_shard(ends, payloads, table)[0]) for payloads, table in shards)
+        return payload_bytes(Ends(self._run, source, to), layer.updates())
 
 
 def weigh(edges: list[Edge], ideal: Ideal, behind: int, versions: int) -> CatchUp:

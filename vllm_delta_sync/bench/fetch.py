@@ -7,20 +7,16 @@ from __future__ import annotations
 
 import re
 import tempfile
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from vllm_delta_sync import native
-from vllm_delta_sync.log import LogWriter, TensorUpdate
+from vllm_delta_sync.bench.codings import write_log
+from vllm_delta_sync.bench.step import read
+from vllm_delta_sync.log import DeltaLog
 from vllm_delta_sync.log.fetcher import Fetcher
 from vllm_delta_sync.log.needs import Needs, Ranges
-from vllm_delta_sync.native.types import Bits
-from vllm_delta_sync.wire import state_hash
-from vllm_delta_sync.wire.checkpoint import open_checkpoint
-from vllm_delta_sync.wire.codecs import encode_block
-from vllm_delta_sync.wire.manifest import BaseRef, Manifest
-from vllm_delta_sync.wire.tensors import TensorSpec, split_blocks
+from vllm_delta_sync.wire.tensors import TensorSpec
 
 NODES = 2
 _Held = Callable[[TensorSpec, int], Ranges]  # (tensor, node) → the elements that the node holds, and those between
@@ -42,7 +38,7 @@ class NodeFetch:
 
 def measure(old: Path, new: Path) -> list[NodeFetch]:
     """Publish the step from one checkpoint to the other into a temporary log, and fetch it for every node."""
-    before, after = open_checkpoint(old), open_checkpoint(new)
+    before, after = read(old, new)
     specs = [spec for spec, _ in after.values()]
     layers = 1 + max((int(found[1]) for spec in specs if (found := _LAYER.search(spec.name))), default=0)
 
@@ -57,24 +53,16 @@ def measure(old: Path, new: Path) -> list[NodeFetch]:
         "rows and columns": lambda spec, node: ((0, spec.numel),) if _COLUMNS.search(spec.name) else _rows(spec, node),
     }
     with tempfile.TemporaryDirectory() as bucket:
-        lanes = {spec: state_hash.of_tensor(spec, bits) for spec, bits in before.values()}
-        writer = LogWriter.create(bucket, lanes, base=BaseRef(model=str(old)))
-        updates = list(_updates(before, after))
-        lanes |= {update.spec: update.lanes for update in updates}
-        manifest = writer.commit(updates, state_root=state_hash.state_root(lanes))
-        return [
-            _fetch(writer, manifest, specs, name, node, held) for name, held in layouts.items() for node in range(NODES)
-        ]
+        log = write_log(bucket, old, [before, after]).log
+        return [_fetch(log, specs, name, node, held) for name, held in layouts.items() for node in range(NODES)]
 
 
-def _fetch(
-    writer: LogWriter, manifest: Manifest, specs: list[TensorSpec], layout: str, node: int, held: _Held
-) -> NodeFetch:
+def _fetch(log: DeltaLog, specs: list[TensorSpec], layout: str, node: int, held: _Held) -> NodeFetch:
     needs = Needs({spec.name: held(spec, node) for spec in specs}, sum(spec.numel for spec in specs))
-    fetcher = Fetcher(writer.log.store, None, needs)
-    for _ in fetcher.blocks(manifest, fetcher.table(manifest)):
+    fetcher, tip = Fetcher(log.store, None, needs), log.tip()
+    for _ in fetcher.blocks(tip, fetcher.table(tip)):
         pass
-    return NodeFetch(layout, node, fetcher.fetched_bytes, fetcher.needed_bytes, manifest.totals.bytes)
+    return NodeFetch(layout, node, fetcher.fetched_bytes, fetcher.needed_bytes, tip.totals.bytes)
 
 
 def _rows(spec: TensorSpec, node: int) -> Ranges:
@@ -84,17 +72,3 @@ def _rows(spec: TensorSpec, node: int) -> Ranges:
     row = spec.numel // spec.shape[0]
     first, last = (spec.shape[0] * part // NODES for part in (node, node + 1))
     return ((first * row, last * row),)
-
-
-def _updates(
-    before: Mapping[str, tuple[TensorSpec, Bits]], after: Mapping[str, tuple[TensorSpec, Bits]]
-) -> Iterator[TensorUpdate]:
-    for name, (spec, bits) in after.items():
-        blocks = []
-        for start, count in split_blocks(spec):
-            part = slice(start, start + count)
-            changes = native.diff(before[name][1][part].copy(), bits[part], advance=False)
-            if len(changes.positions):
-                blocks.append((start, count, encode_block(spec, changes, start, count, bits[part])))
-        if blocks:
-            yield TensorUpdate(spec, state_hash.of_tensor(spec, bits), blocks)

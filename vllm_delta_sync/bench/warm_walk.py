@@ -8,16 +8,15 @@ Does not stand for what training does to the values themselves.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
+from vllm_delta_sync.bench.step import Model
+from vllm_delta_sync.native.types import Bits
 from vllm_delta_sync.wire.tensors import TensorSpec
 
 Floats = npt.NDArray[np.float32]
-Bits = npt.NDArray[Any]  # u16[numel]
-Model = dict[str, tuple[TensorSpec, Bits]]
 
 MOMENTUM = 0.9  # of Adam's first moment
 DRIFT = 0.1

@@ -14,6 +14,8 @@ from rich.console import Console
 
 from vllm_delta_sync import native
 from vllm_delta_sync.cli import output, schedule_options
+from vllm_delta_sync.cli.bench_codecs import encode, memory, wire
+from vllm_delta_sync.cli.bench_input import Cache, DataName, New, Old, Rounds, checkpoints
 from vllm_delta_sync.errors import ConfigError
 from vllm_delta_sync.log import FoldSchedule
 from vllm_delta_sync.log.schedule import FOLDS
@@ -22,23 +24,9 @@ app = typer.Typer(
     add_completion=False, no_args_is_help=True, pretty_exceptions_enable=False, help="Measure this machine."
 )
 
-Old = Annotated[
-    Path | None, typer.Argument(help="Directory of the older checkpoint; a real step of SmolLM2 when left out.")
-]
-New = Annotated[Path | None, typer.Argument(help="Directory of the newer checkpoint.")]
-Cache = Annotated[Path, typer.Option(help="Folder in which updates are made once and kept.")]
-Which = Annotated[str, typer.Option("--data", help="Without OLD and NEW: cold, warm, sparse or dense.")]
-Rounds = Annotated[int, typer.Option(min=1, help="Turns; the median counts.")]
-
-
-def _checkpoints(old: Path | None, new: Path | None, cache: Path, data: str = "cold") -> tuple[Path, Path]:
-    if old is not None and new is not None:
-        return old, new
-    if old is not None:
-        raise ConfigError("give both checkpoints, OLD and NEW, or neither")
-    from vllm_delta_sync.bench.data import made
-
-    return made(data, cache.absolute())
+app.command()(wire)
+app.command()(encode)
+app.command()(memory)
 
 
 @app.command()
@@ -47,54 +35,30 @@ def data(cache: Cache = Path(".cache"), json: output.AsJson = False) -> None:
     from vllm_delta_sync.bench.data import Data, changed, made
 
     found = {kind.value: made(kind, cache.absolute()) for kind in Data}
-    shares = {kind: asdict(changed(old, new)) for kind, (old, new) in found.items()}
+    rows = {kind: {"old": str(old), "new": str(new), **asdict(changed(old, new))} for kind, (old, new) in found.items()}
     if json:
-        output.print_json(
-            {kind: {"old": str(old), "new": str(new), **shares[kind]} for kind, (old, new) in found.items()}
-        )
+        output.print_json({**rows})
         return
     console = Console(soft_wrap=True, highlight=False)
-    for kind, (old, new) in found.items():
-        share = shares[kind]
-        console.print(f"{kind:8}{share['changed']:12,} of {share['elements']:,} change, {share['density']:.3%}")
-        console.print(f"        {old}  →  {new}")
-
-
-@app.command()
-def wire(
-    old: Old = None,
-    new: New = None,
-    data: Which = "cold",
-    cache: Cache = Path(".cache"),
-    json: output.AsJson = False,
-) -> None:
-    """Bytes of one update on the wire: coded against the old values, without them, and as a dense copy."""
-    from vllm_delta_sync.bench import wire as measurement
-
-    sizes = measurement.measure(*_checkpoints(old, new, cache, data))
-    if json:
-        output.print_json(asdict(sizes))
-        return
-    console = Console(soft_wrap=True, highlight=False)
-    console.print(f"{sizes.changed:,} changed elements, {sizes.density:.3%} of all")
-    for row in sizes.rows:
-        console.print(f"{row.name:10}{row.bytes:14,} bytes, {row.bytes_per_change:8.3f} per change")
+    for kind, row in rows.items():
+        console.print(f"{kind:8}{row['changed']:12,} of {row['elements']:,} elements change, {row['density']:.3%}")
+        console.print(f"        {row['old']}  →  {row['new']}")
 
 
 @app.command()
 def apply(
     old: Old = None,
     new: New = None,
+    data: DataName = "cold",
     threads: Annotated[int, typer.Option(min=1, help="CPU threads of each contender.")] = 1,
     rounds: Rounds = 9,
-    data: Which = "cold",
     cache: Cache = Path(".cache"),
     json: output.AsJson = False,
 ) -> None:
     """Time to write one update into live weights: ours, torch's index_copy_, vLLM's own sparse patching."""
     from vllm_delta_sync.bench import apply as measurement
 
-    times = measurement.measure(*_checkpoints(old, new, cache, data), threads=threads, rounds=rounds)
+    times = measurement.measure(*checkpoints(old, new, data, cache), threads=threads, rounds=rounds)
     if json:
         output.print_json(asdict(times))
         return
@@ -113,15 +77,15 @@ def apply(
 def hash(
     old: Old = None,
     new: New = None,
+    data: DataName = "cold",
     rounds: Rounds = 9,
-    data: Which = "cold",
     cache: Cache = Path(".cache"),
     json: output.AsJson = False,
 ) -> None:
     """Speed of a full pass of the state hash over a checkpoint, beside that of reading the same memory."""
     from vllm_delta_sync.bench import hash as measurement
 
-    speed = measurement.measure(_checkpoints(old, new, cache, data)[1], rounds=rounds)
+    speed = measurement.measure(checkpoints(old, new, data, cache)[1], rounds=rounds)
     if json:
         output.print_json(asdict(speed))
         return
@@ -135,13 +99,14 @@ def hash(
 def fetch(
     old: Old = None,
     new: New = None,
+    data: DataName = "cold",
     cache: Cache = Path(".cache"),
     json: output.AsJson = False,
 ) -> None:
     """Bytes that each of two nodes fetches of one update, for three ways to lay out the model over them."""
     from vllm_delta_sync.bench import fetch as measurement
 
-    nodes = measurement.measure(*_checkpoints(old, new, cache))
+    nodes = measurement.measure(*checkpoints(old, new, data, cache))
     if json:
         output.print_json({"nodes": [asdict(node) for node in nodes]})
         return

@@ -19,7 +19,7 @@ _ROOM = MAX_BYTES * 7 // 8  # of a catalog; the rest is for what others add
 
 @dataclass(frozen=True, slots=True)
 class FoldSchedule:
-    """Long folds that overlap, short ones beside them, and, where asked for, folds end to end.
+    """Long folds that overlap, short ones beside them, and folds end to end.
 
     Every `stride` versions a fold of `reach` − `stride` + 1 ends. Whoever is `reach` versions behind finds one of them
     on its way, wherever it is, and has `stride` − 1 versions left, before and behind it. Of folds of a third of a
@@ -33,8 +33,8 @@ class FoldSchedule:
     Raises ConfigError when a number is out of range.
     """
 
-    base: int = 2  # at least 2
-    levels: int = 0  # at least 0
+    base: int = 7  # at least 2
+    levels: int = 1  # at least 0
     reach: int = 100  # versions; 0: no long folds
     stride: int = 7  # versions; at least 1 and less than `reach`
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import ctypes
 import math
+import threading
 from collections.abc import Sequence
 from typing import Any
 
@@ -40,7 +41,7 @@ _lib = _loaded.library
 PATH = _loaded.reason
 INSTRUCTION_SET: str = _lib.vds_instruction_set().decode()
 
-SCRATCH = 1 << 17  # changes per call of the C diff: bounds its scratch to a few MB
+SCRATCH = 1 << 17  # changes per call of the C diff
 _LANES = ctypes.c_uint32 * 4
 _REFUSALS = {  # enum Status of csrc/cpu/codec.cpp
     1: "ends early",
@@ -48,6 +49,29 @@ _REFUSALS = {  # enum Status of csrc/cpu/codec.cpp
     3: "leads outside the block",
     4: "writes a step in the long form that has a one-byte form",
 }
+
+
+class _Scratch(threading.local):
+    """Where the C diff writes, kept from one call to the next: touching new pages costs more than a small diff."""
+
+    def __init__(self) -> None:
+        self.room = SCRATCH + 128
+        self.positions = np.empty(self.room, np.uint32)
+        self._sides = np.empty((2, self.room), np.uint64)
+        self.addresses = self.positions.ctypes.data, self._sides[0].ctypes.data, self._sides[1].ctypes.data
+
+    def take(self, found: int, bits: np.dtype[Any]) -> Changes:
+        """A copy of the first `found` changes."""
+        old, new = (side.view(bits)[:found].copy() for side in self._sides)
+        return Changes(self.positions[:found].copy(), old, new)
+
+    def undo(self, found: int, snapshot: Bits) -> None:
+        """Take back the first `found` changes, without copying them."""
+        old, new = (side.view(snapshot.dtype)[:found] for side in self._sides)
+        Changes(self.positions[:found], old, new).undo(snapshot)
+
+
+_scratch = _Scratch()
 
 
 def _dims(values: Sequence[int]) -> Any:
@@ -68,18 +92,16 @@ def diff(snapshot: Bits, current: Bits, *, advance: bool) -> Changes:
         raise ValueError(f"diff takes fewer than 2**31 elements, got {snapshot.size}; split the tensor into blocks")
     if advance and not snapshot.flags.writeable:
         raise ValueError("diff cannot advance a read-only snapshot; pass a writable one or advance=False")
-    room = min(snapshot.size, SCRATCH) + 128
-    positions, old, new = np.empty(room, np.uint32), np.empty(room, snapshot.dtype), np.empty(room, snapshot.dtype)
-    addresses = positions.ctypes.data, old.ctypes.data, new.ctypes.data
     pieces: list[Changes] = []
     done, found, consumed = 0, 0, ctypes.c_int64(0)
+    address, other, size, scratch = snapshot.ctypes.data, current.ctypes.data, snapshot.size, _scratch
     try:
-        while done < snapshot.size or not pieces:
+        while done < size or not pieces:
             found = _lib.vds_diff(
-                width, snapshot.ctypes.data + done * width, current.ctypes.data + done * width, snapshot.size - done,
-                done, advance, room, *addresses, ctypes.byref(consumed),
+                width, address + done * width, other + done * width, size - done, done, advance, scratch.room,
+                *scratch.addresses, ctypes.byref(consumed),
             )  # fmt: skip
-            pieces.append(Changes(positions[:found].copy(), old[:found].copy(), new[:found].copy()))
+            pieces.append(scratch.take(found, snapshot.dtype))
             done += consumed.value
         if len(pieces) == 1:
             return pieces[0]
@@ -89,7 +111,7 @@ def diff(snapshot: Bits, current: Bits, *, advance: bool) -> Changes:
             for piece in pieces:
                 piece.undo(snapshot)
             # What was found last may not have got into `pieces`; if it has, undoing it twice does no harm.
-            Changes(positions[:found], old[:found], new[:found]).undo(snapshot)
+            scratch.undo(found, snapshot)
         raise
 
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from itertools import groupby
 
@@ -83,11 +83,9 @@ class _Coder:
     def __init__(self, version: InFlight, split_dim: SplitDim | None) -> None:
         self._state = version.state
         self._split_dim = split_dim
-        by_dtype: dict[str, list[BlockDelta]] = {}
-        for block in version.delta.blocks if split_dim is not None else ():
-            if dtypes.by_name(block.spec.dtype).half:
-                by_dtype.setdefault(block.spec.dtype, []).append(block)
-        self._models = {dtype: self._model(blocks) for dtype, blocks in by_dtype.items()}
+        self._models: dict[str, CtxModel] = {}
+        if split_dim is not None:
+            self._models = ctx.make_models(version.delta.blocks, self._sample)
 
     def encode(self, block: BlockDelta) -> EncodedBlock:
         """The smallest encoding of a block's changes."""
@@ -103,14 +101,8 @@ class _Coder:
         assert encoded.codec != DENSE, f"{spec.name}: {encoded.changed} of {count} elements became a dense block"
         return encoded
 
-    def _model(self, blocks: Sequence[BlockDelta]) -> CtxModel:
-        some = ctx.chosen(blocks)
-
-        def samples() -> Iterator[ctx.Sample]:
-            for block in some:
-                yield ctx.Sample(block.spec, block.start, self._old(block), block.changes, self._dim(block.spec))
-
-        return ctx.make_model(samples, len(some) / len(blocks))
+    def _sample(self, block: BlockDelta) -> ctx.Sample:
+        return ctx.Sample(block.spec, block.start, self._old(block), block.changes, self._dim(block.spec))
 
     def _old(self, block: BlockDelta) -> Bits:
         """The bits uW[count] of a block before it changed."""

@@ -87,25 +87,32 @@ class FrozenState:
         else:
             self.lost = True
 
-    def read(self, spec: TensorSpec) -> source.Bits:
-        """A copy of the bits uW[numel] of a tensor as they were. Raises AnchorOutpaced when too much changed since."""
-        return self._read(spec, 0, spec.numel)
-
     def read_block(self, spec: TensorSpec, start: int, count: int) -> source.Bits:
         """The same of elements start … start+count−1, a block of `split_blocks`."""
-        return self._read(spec, start, count)
-
-    def _read(self, spec: TensorSpec, first: int, size: int) -> source.Bits:
         with self._moving:
-            if self._outpaced:
-                raise AnchorOutpaced(
-                    f"more than {self._most_bytes} bytes of changes came while it was uploaded; a faster way to the "
-                    "bucket, or the command `anchor` on another machine, writes one"
-                )
-            bits = self._bits[spec.name][first : first + size].copy()
+            self._require_kept()
+            bits = self._bits[spec.name][start : start + count].copy()
+            later = [step.by_name.get(spec.name, ()) for step in self._later]
+        for blocks in reversed(later):
+            for at, _, changes in blocks:
+                if at == start:
+                    changes.undo(bits)
+        return bits
+
+    def read(self, spec: TensorSpec) -> source.Bits:
+        """A copy of the bits uW[numel] of a tensor as they were. Raises AnchorOutpaced when too much changed since."""
+        with self._moving:
+            self._require_kept()
+            bits = self._bits[spec.name].copy()
             later = [step.by_name.get(spec.name, ()) for step in self._later]
         for blocks in reversed(later):
             for start, count, changes in blocks:
-                if first <= start < first + size:
-                    changes.undo(bits[start - first : start - first + count])
+                changes.undo(bits[start : start + count])
         return bits
+
+    def _require_kept(self) -> None:
+        if self._outpaced:
+            raise AnchorOutpaced(
+                f"more than {self._most_bytes} bytes of changes came while it was uploaded; a faster way to the "
+                "bucket, or the command `anchor` on another machine, writes one"
+            )

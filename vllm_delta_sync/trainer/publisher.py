@@ -230,7 +230,7 @@ class Publisher:
         version: InFlight | None = None
         try:
             delta = self._snapshot.advance(pairs)
-            version = InFlight(before + 1, step, texts, delta, self._snapshot.in_flight())
+            version = InFlight(before + 1, step, texts, delta, self._snapshot.at_present())
             self._version = version.version
             self._pipeline.submit(version)
             return version

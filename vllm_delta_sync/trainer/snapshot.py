@@ -210,18 +210,18 @@ class Snapshot:
         """
         if most_bytes is None:
             most_bytes = max(FROZEN_BYTES, sum(spec.nbytes for spec in self._specs.values()) // 2)
-        frozen = self._at_present(files, most_bytes)
+        frozen = self._freeze(files, most_bytes)
         try:
             yield frozen
         finally:
             with self._moving:
                 self._frozen.discard(frozen)
 
-    def in_flight(self) -> FrozenState:
-        """The same for as long as somebody has it, whatever changes: versions in flight keep their changes anyway."""
-        return self._at_present({}, sys.maxsize)
+    def at_present(self) -> FrozenState:
+        """The same without files, for as long as somebody has it: a version's, while it is encoded."""
+        return self._freeze({}, sys.maxsize)
 
-    def _at_present(self, files: Mapping[str, bytes], most_bytes: int) -> FrozenState:
+    def _freeze(self, files: Mapping[str, bytes], most_bytes: int) -> FrozenState:
         with self._moving:
             frozen = FrozenState(self._bits, self._lanes, self._moving, files, most_bytes)
             self._frozen.add(frozen)

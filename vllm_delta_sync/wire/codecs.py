@@ -104,7 +104,7 @@ def encode_block(
     assert 1 <= changed <= count and len(current) == count, f"{spec.name} [{start}, +{count}): {changed} changes"
     size = count * width
     half = dtypes.by_name(spec.dtype).half
-    coded = _ctx(spec, changes, start, context, size) if half and context is not None else None
+    coded = ctx_of(spec, changes, start, context) if half and context is not None else None
     if coded is not None and not _gap_may_win(spec, changes, coded):
         return coded
     best = _gap(spec, changes) if half else gap_abs_block(changes.positions, changes.new)
@@ -113,8 +113,15 @@ def encode_block(
     return best if best.stored < size else dense_block(current, changed)
 
 
-def _ctx(spec: TensorSpec, changes: native.Changes, start: int, context: Context, size: int) -> EncodedBlock | None:
-    """None where it takes as much as a dense copy."""
+def gap_of(changes: native.Changes) -> EncodedBlock:
+    """The steps of changes of half floats, n ≥ 1."""
+    index, value = native.encode_gaps(changes.positions), native.encode_steps(changes.old, changes.new)
+    return EncodedBlock(GAP, len(changes.positions), _pack(index), _pack(value), (index.size, value.size))
+
+
+def ctx_of(spec: TensorSpec, changes: native.Changes, start: int, context: Context) -> EncodedBlock | None:
+    """Changes of half floats, n ≥ 1, coded against the values before; None where that takes as much as a dense copy."""
+    size = context.old.nbytes
     found = ctx.encode(context.model, spec, start, context.old, changes, context.dim, size)
     if found is None or len(found[0]) + len(found[1]) >= size:
         return None
@@ -152,8 +159,7 @@ def dense_block(values: Bits, changed: int) -> EncodedBlock:
 
 
 def _gap(spec: TensorSpec, changes: native.Changes) -> EncodedBlock:
-    index, value = native.encode_gaps(changes.positions), native.encode_steps(changes.old, changes.new)
-    steps = EncodedBlock(GAP, len(changes.positions), _pack(index), _pack(value), (index.size, value.size))
+    steps = gap_of(changes)
     # Steps of RL updates take a few bits each. Only where they take more than a byte can whole values be the smaller.
     if len(steps.value) <= steps.changed:
         return steps
@@ -161,7 +167,7 @@ def _gap(spec: TensorSpec, changes: native.Changes) -> EncodedBlock:
     packed = _pack(planes)
     if len(packed) >= len(steps.value):
         return steps
-    return EncodedBlock(GAP_ABS, steps.changed, steps.index, packed, (index.size, planes.size))
+    return EncodedBlock(GAP_ABS, steps.changed, steps.index, packed, (steps.raw[0], planes.size))
 
 
 def _pack(raw: npt.NDArray[np.uint8]) -> bytes:

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from functools import partial
+from typing import Any, Protocol, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -16,7 +17,7 @@ from vllm_delta_sync import native
 from vllm_delta_sync.errors import MalformedObject
 from vllm_delta_sync.native import Changes, CtxGrid, CtxModel
 from vllm_delta_sync.native.ctx_types import GAP_ESCAPE, GAP_SYMBOLS, MANY_LANES, STEP_ESCAPE, STEP_SYMBOLS, TOTAL
-from vllm_delta_sync.wire import ctx_model, ctx_tiles
+from vllm_delta_sync.wire import ctx_model, ctx_tiles, dtypes
 from vllm_delta_sync.wire.frames import Buffer
 from vllm_delta_sync.wire.tensors import TensorSpec
 
@@ -24,7 +25,13 @@ SAMPLES = 64  # blocks that a model is made from, at most
 SURVEYED = 16  # one in so many of their elements is looked at to make classes of contexts
 CLASS_BITS, END_BITS = 500.0, 5.0  # what a class costs, about: once for its frequencies, and its end in every tile
 
-T = TypeVar("T")
+
+class _Tensors(Protocol):
+    @property
+    def spec(self) -> TensorSpec: ...
+
+
+T = TypeVar("T", bound=_Tensors)
 Bits = npt.NDArray[Any]  # unsigned integers of a dtype's width
 
 
@@ -51,6 +58,24 @@ class CtxHeader:
 def chosen(blocks: Sequence[T]) -> Sequence[T]:
     """Those of the changed blocks of a dtype, in the order of their tensors' names, that a model is made from."""
     return blocks[:: -(-len(blocks) // SAMPLES)] if blocks else blocks
+
+
+def make_models(blocks: Sequence[T], sample: Callable[[T], Sample]) -> dict[str, CtxModel]:
+    """A model for each dtype of half floats among the changed blocks of a version, in their order in its table.
+
+    Args:
+        blocks: whatever has a `spec`.
+        sample: what is asked for of those that are chosen, twice, so that only one needs to be in memory at a time.
+    """
+    by_dtype: dict[str, list[T]] = {}
+    for block in blocks:
+        if dtypes.by_name(block.spec.dtype).half:
+            by_dtype.setdefault(block.spec.dtype, []).append(block)
+    models = {}
+    for dtype, group in by_dtype.items():
+        some = chosen(group)
+        models[dtype] = make_model(partial(map, sample, some), len(some) / len(group))
+    return models
 
 
 def make_model(samples: Callable[[], Iterator[Sample]], share: float) -> CtxModel:

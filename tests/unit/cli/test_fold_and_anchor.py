@@ -35,7 +35,7 @@ def test_a_fold_is_written_and_the_catalog_names_it(tiny: tiny_log.TinyLog) -> N
 
 
 def test_the_folds_of_a_schedule_are_written(tiny: tiny_log.TinyLog) -> None:
-    done = run("fold", tiny.bucket, "--schedule", "--levels", 1, "--reach", 0)
+    done = run("fold", tiny.bucket, "--schedule", "--power", 2, "--levels", 1, "--reach", 0)
     assert done.returncode == 0, done.stderr
     assert done.stdout.splitlines()[0].startswith("0 to 2: ")
     assert done.stdout.splitlines()[-1].startswith("1 folds, ")

@@ -152,7 +152,7 @@ def test_who_was_away_past_retention_recovers_by_anchor(tmp_path: Path, models: 
     amend(log, lambda catalog, _: with_anchors(catalog, [anchor]))
     away = Replica(log)
     away.go_to(log.latest(), 3)
-    write_scheduled(log, FoldSchedule(reach=0, levels=2))
+    write_scheduled(log, FoldSchedule(base=2, levels=2, reach=0))
     assert collect(log, keep_versions=4, grace=0, delete=True).deleted > 0
     assert log.catalog().oldest > 3
     hop = away.route.next_hop(log.latest(), away.held, away.version, 30)

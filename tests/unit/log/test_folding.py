@@ -69,7 +69,7 @@ def test_a_fold_to_a_version_that_does_not_exist_is_refused(tiny: tiny_log.TinyL
 
 
 def test_the_folds_of_a_schedule_are_written_once(tiny: tiny_log.TinyLog) -> None:
-    schedule = FoldSchedule(levels=1, reach=3, stride=1)
+    schedule = FoldSchedule(base=2, levels=1, reach=3, stride=1)
     made = write_scheduled(tiny.log, schedule)
     assert [(fold.source, fold.to) for fold in made] == [(0, 2), (0, 3)]
     assert write_scheduled(tiny.log, schedule) == []
@@ -81,7 +81,7 @@ def test_the_folds_of_a_schedule_are_written_once(tiny: tiny_log.TinyLog) -> Non
 
 
 def test_a_publisher_goes_on_from_a_catalog_that_was_amended(tiny: tiny_log.TinyLog) -> None:
-    write_scheduled(tiny.log, FoldSchedule(levels=1, reach=0))
+    write_scheduled(tiny.log, FoldSchedule(base=2, levels=1, reach=0))
     tiny.publish(tiny_log.changed_model(tiny.models[-1], 9))
     assert [(fold.source, fold.to) for fold in tiny.log.catalog().folds] == [(0, 2)]
     assert tiny.log.latest().version == 4

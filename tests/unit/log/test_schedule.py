@@ -12,8 +12,8 @@ from vllm_delta_sync.wire.catalog import Anchor, Catalog, Fold
 from vllm_delta_sync.wire.manifest import AnchorFile, AnchorRef, Found, ObjectRef, ShardRef, TableRef, Totals
 
 RUN, SHA = "0" * 32, "0" * 64
-PLAIN = FoldSchedule(levels=3, reach=0)
-OVERLAPPING = FoldSchedule(levels=2, reach=11, stride=3)
+PLAIN = FoldSchedule(base=2, levels=3, reach=0)
+OVERLAPPING = FoldSchedule(base=2, levels=2, reach=11, stride=3)
 
 
 def fold(source: int, to: int, size: int = 100) -> Fold:
@@ -69,9 +69,9 @@ def ends(found: Catalog) -> set[tuple[int, int]]:
         (OVERLAPPING, 12, (), (2, 4, 9)),
         (OVERLAPPING, 12, (13, 14), (2, 4, 9)),
         (OVERLAPPING, 12, (13, 14, 15), (2, 4)),
-        (FoldSchedule(levels=3, reach=10, stride=3), 24, (), (2, 4, 8)),  # both kinds have a fold of 8
+        (FoldSchedule(base=2, levels=3, reach=10, stride=3), 24, (), (2, 4, 8)),  # both kinds have a fold of 8
         (FoldSchedule(), 7, (), (7,)),
-        (FoldSchedule(), 98, (), (94,)),
+        (FoldSchedule(), 98, (), (7, 94)),
         (FoldSchedule(), 99, (), ()),
         (FoldSchedule(), 100, (), (2,)),  # from where one of 94 ends
         (FoldSchedule(), 101, (), ()),

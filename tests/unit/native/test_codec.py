@@ -88,10 +88,10 @@ def test_a_diff_for_whose_result_there_is_no_memory_leaves_the_snapshot(
     def out_of_memory(*arrays: object) -> None:
         raise MemoryError
 
-    old = np.zeros(20_000, f"u{width}")
+    old = np.zeros(300_000, f"u{width}")  # more changes than one call into C writes down
     snapshot = old.copy()
     with monkeypatch.context() as patch:
-        patch.setattr(native, "SCRATCH" if hasattr(native, "SCRATCH") else "CHUNK", 256)
+        patch.setattr(native, "CHUNK", 1 << 16, raising=False)
         patch.setattr(np, "concatenate", out_of_memory)
         with pytest.raises(MemoryError):
             native.diff(snapshot, old + old.dtype.type(1), advance=True)

@@ -216,7 +216,7 @@ def publish(
         anchor: whether version 0 brings a checkpoint.
     """
     states = [{name: tensor.clone() for name, tensor in state.items()}]
-    schedule = FoldSchedule(levels=5, reach=0) if folds else None
+    schedule = FoldSchedule(base=2, levels=5, reach=0) if folds else None
     with Publisher.open(bucket, base=state, anchor=anchor, folds=schedule, anchors=None) as publisher:
         for step in range(1, steps + 1):
             train(state, step)

@@ -68,7 +68,7 @@ def test_every_version_of_a_log_of_ctx_blocks_is_the_trainers(tmp_path: Path) ->
 
 
 def test_folds_of_ctx_blocks_are_composed_from_the_steps_that_the_publisher_had(tmp_path: Path) -> None:
-    log, states = published(tmp_path, FoldSchedule(levels=2, reach=0, stride=1))
+    log, states = published(tmp_path, FoldSchedule(base=2, levels=2, reach=0))
     folds = log.catalog().folds
     assert folds and all(block.codec != CTX for fold in folds for block in log.table(fold).blocks)
     replica = Replica(log)

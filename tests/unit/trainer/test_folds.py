@@ -31,7 +31,7 @@ from vllm_delta_sync.wire import state_hash
 from vllm_delta_sync.wire.catalog import Catalog
 from vllm_delta_sync.wire.checkpoint import open_checkpoint
 
-SCHEDULE = FoldSchedule(levels=3, reach=8, stride=3)
+SCHEDULE = FoldSchedule(base=2, levels=3, reach=8, stride=3)
 
 
 def published(store: object, training: Training, versions: int, **options: object) -> list[tiny_training.State]:
@@ -95,7 +95,8 @@ def folds_of(log: DeltaLog) -> set[tuple[int, int]]:
 
 def test_where_requests_count_a_catalog_goes_with_the_next_version_and_at_last_alone(tmp_path: Path) -> None:
     training, store = Training(), HookedStore(open_store(str(tmp_path)), metered=True)
-    with Publisher.open(store, training.model, anchors=None, folds=FoldSchedule(levels=1, reach=0)) as publisher:
+    schedule = FoldSchedule(base=2, levels=1, reach=0)
+    with Publisher.open(store, training.model, anchors=None, folds=schedule) as publisher:
         log = DeltaLog.open(str(tmp_path))
         begun = log.latest().sequence
         for version in range(1, 6):
@@ -117,7 +118,8 @@ def test_a_catalog_that_waits_for_a_version_in_vain_is_named_alone(
 ) -> None:
     monkeypatch.setattr(folder, "PATIENCE_S", 0.05)
     training, store = Training(), HookedStore(open_store(str(tmp_path)), metered=True)
-    with Publisher.open(store, training.model, anchors=None, folds=FoldSchedule(levels=1, reach=0)) as publisher:
+    schedule = FoldSchedule(base=2, levels=1, reach=0)
+    with Publisher.open(store, training.model, anchors=None, folds=schedule) as publisher:
         for _ in range(2):
             training.step()
             publisher.publish(training.model)
