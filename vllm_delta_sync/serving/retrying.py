@@ -18,6 +18,7 @@ _FINAL = (errors.BaseMismatch.cause, errors.UnmappedTensor.cause, errors.Unsuppo
 # Other objects may lead to the same version.
 _DAMAGED = (
     errors.NotFound.cause, errors.MalformedObject.cause, errors.DigestMismatch.cause, errors.StateHashMismatch.cause,
+    errors.BaseNeeded.cause,
 )  # fmt: skip
 
 
@@ -31,7 +32,7 @@ class Refused:
     """A step that could not be staged, so that another way is to be looked for."""
 
     hop: Hop
-    too_large: bool  # it changes more than may wait in memory; else it cannot be read or is damaged
+    too_large: bool  # it changes more than may wait in memory; else it is damaged, or cannot be read here
 
 
 class Retrying:

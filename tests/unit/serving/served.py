@@ -10,7 +10,7 @@ from pathlib import Path
 
 import torch
 
-from tests.unit.serving.fleet import Fleet
+from tests.unit.serving.fleet import PADDING, Fleet
 from vllm_delta_sync.errors import DeltaSyncError
 from vllm_delta_sync.log import DeltaLog
 from vllm_delta_sync.log.cache import NodeCache
@@ -31,6 +31,7 @@ class Served(Fleet):
         served: what the ranks have loaded.
         limit: max_staged_bytes.
         cache: what the ranks share.
+        padding: to a multiple of which they pad the vocabulary.
     """
 
     def __init__(
@@ -41,8 +42,9 @@ class Served(Fleet):
         limit: int = 1 << 30,
         cache: NodeCache | None = None,
         audit_every: int = 0,
+        padding: int = PADDING,
     ) -> None:
-        super().__init__(served, ranks, limit=limit, cache=cache)
+        super().__init__(served, ranks, limit=limit, cache=cache, padding=padding)
         self.store = open_store(str(bucket)) if isinstance(bucket, Path) else bucket
         self.now = 1000.0
         self.controller = Controller(ranks, ignore_unmapped=False, stop_on_error=False, audit_every=audit_every)

@@ -139,6 +139,7 @@ def test_a_store_that_asks_for_patience_is_not_asked_before() -> None:
     [
         ("digest", True, False),
         ("not_found", True, False),
+        ("base_needed", True, False),
         ("staging_limit", True, True),
         ("unavailable", False, False),
     ],

@@ -12,8 +12,10 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from tests.unit.serving.fleet import Following
+from tests.unit.serving.served import Served
 from vllm_delta_sync import Publisher
 from vllm_delta_sync.errors import BaseNeeded, UnsupportedLayout
+from vllm_delta_sync.log import FoldSchedule
 from vllm_delta_sync.serving.affine import Box, View
 from vllm_delta_sync.serving.tiles import fill
 from vllm_delta_sync.wire.codec_rules import CTX
@@ -100,3 +102,19 @@ def test_a_rank_that_holds_a_part_of_a_tile_says_so_and_changes_nothing(tmp_path
     with pytest.raises(BaseNeeded, match=r"'embed'.*only a part of its tile"):
         served.follow()
     assert served.serves(base)
+
+
+def test_a_server_that_holds_parts_of_tiles_goes_by_folds(tmp_path: Path) -> None:
+    base = weights(250)
+    state, folds = dict(base), FoldSchedule(base=2, levels=1, reach=0)
+    with Publisher.open(tmp_path, base=state, folds=folds, anchors=None, ctx=by_columns) as publisher:
+        served = Served(tmp_path, base, 2, padding=2)
+        for step in range(4):
+            train(state, step)
+            publisher.publish(state)
+            publisher.wait()
+            served.look(5.0)
+    for _ in range(4):
+        served.look(5.0)
+    assert served.serves(state) and served.status.served == 4 and 1 not in served.passed
+    assert set(served.status.failures) == {"base_needed"}
