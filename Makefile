@@ -4,7 +4,7 @@ BIN := .venv/bin
 # Dependencies are compiled when first imported; without this each process would compile them again.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo test test-unit test-stores test-fleet test-crashes test-e2e gpu-check lint clean setup
+.PHONY: demo test test-unit test-stores test-fleet test-crashes test-e2e fuzz gpu-check lint clean setup
 
 setup:
 	@.ci/setup
@@ -34,6 +34,10 @@ test-crashes: setup
 
 test-e2e: setup
 	@$(BIN)/python -m pytest -q -m e2e $(PYTEST_ARGS)
+
+# The decoders of csrc/ under libFuzzer and sanitizers, half an hour; sets nothing up.
+fuzz:
+	@.ci/fuzz
 
 # On a machine with a GPU, nvcc and a Python with torch; sets nothing up.
 gpu-check:
