@@ -1,0 +1,153 @@
+// Fuzzes the `ctx` decoder: whatever the bytes are, it stays inside what it was given, and what was encoded comes back.
+// An input is ten bytes that choose a block, a model and changes, then either the tiles' bytes, or edits of sound ones.
+#include <algorithm>
+#include <cstdint>
+#include <cstdlib>
+#include <cstring>
+#include <vector>
+
+#include "../ctx_format.h"
+
+extern "C" {
+int64_t vds_ctx_model_size(int);
+int vds_ctx_model(int, const uint8_t*, const uint16_t*, const uint16_t*, void*);
+int64_t vds_ctx_scratch_size(int64_t, int64_t, int64_t, int64_t);
+int64_t vds_ctx_encode(int, const void*, const void*, int64_t, int64_t, const int64_t*, int64_t, const uint32_t*, const void*, const void*,
+                       int64_t, void*, uint8_t*, int64_t, int64_t*);
+int64_t vds_ctx_decode(int, const void*, const void*, int64_t, int64_t, const int64_t*, int64_t, const int64_t*, const uint8_t*,
+                       const uint8_t*, void*, uint32_t*, void*, int64_t);
+}
+
+namespace {
+
+using namespace vds::ctx;
+
+constexpr size_t kHeader = 10;
+
+struct Random {
+  uint64_t state;
+  uint64_t operator()() {
+    state += 0x9E3779B97F4A7C15ull;
+    uint64_t z = state;
+    z = (z ^ (z >> 30)) * 0xBF58476D1CE4E5B9ull;
+    z = (z ^ (z >> 27)) * 0x94D049BB133111EBull;
+    return z ^ (z >> 31);
+  }
+  int64_t below(int64_t n) { return static_cast<int64_t>((*this)() % static_cast<uint64_t>(n)); }
+};
+
+// Frequencies of some symbols, escapes and the end always among them, that add up to kTotal.
+void frequencies(Random& random, uint16_t* table, int symbols, int reserved) {
+  int left = static_cast<int>(kTotal);
+  for (int s = symbols - reserved; s < symbols; ++s) {
+    table[s] = static_cast<uint16_t>(1 + random.below(300));
+    left -= table[s];
+  }
+  for (int64_t i = random.below(60); i >= 0 && left > 0; --i) {
+    const int share = static_cast<int>(1 + random.below(1 + left / 2));
+    table[random.below(symbols)] += static_cast<uint16_t>(share);
+    left -= share;
+  }
+  table[random.below(4)] += static_cast<uint16_t>(left);
+}
+
+std::vector<char> model_of(Random& random, int classes) {
+  std::vector<uint8_t> last;
+  for (int context = 0; context < kContexts - 1 && static_cast<int>(last.size()) < classes - 1; ++context)
+    if (random.below(kContexts) < classes || kContexts - 1 - context <= classes - 1 - static_cast<int>(last.size()))
+      last.push_back(static_cast<uint8_t>(context));
+  last.push_back(kContexts - 1);
+  std::vector<uint16_t> gaps(last.size() * kGapSymbols), steps(last.size() * kStepSymbols);
+  for (size_t c = 0; c < last.size(); ++c) {
+    frequencies(random, &gaps[c * kGapSymbols], kGapSymbols, 2);
+    frequencies(random, &steps[c * kStepSymbols], kStepSymbols, 1);
+  }
+  std::vector<char> model(static_cast<size_t>(vds_ctx_model_size(static_cast<int>(last.size()))));
+  if (vds_ctx_model(static_cast<int>(last.size()), last.data(), gaps.data(), steps.data(), model.data()) != 0) abort();
+  return model;
+}
+
+template <typename T>
+void run(const uint8_t* header, const uint8_t* body, size_t size) {
+  Random random{static_cast<uint64_t>(header[0]) << 8 | header[1]};
+  const std::vector<char> model = model_of(random, 1 + header[2] % 16);
+  const int64_t rows = 1 + header[3] % 16;
+  std::vector<int64_t> strips;
+  int64_t row_length = 0;
+  const int64_t count = 1 + header[4] % 4;  // small blocks: one tile a strip
+  for (int64_t s = 0; s < count; ++s) {
+    const int64_t columns = 1 + random.below(s == 0 ? 1 + 2 * header[5] : 50);
+    strips.insert(strips.end(), {row_length, columns});
+    row_length += columns;
+  }
+  const int64_t elements = rows * row_length, every = 1 + header[6] % 200;
+  std::vector<T> old(static_cast<size_t>(elements)), before, after;
+  std::vector<uint32_t> positions;
+  for (int64_t i = 0; i < elements; ++i) {
+    T& bits = old[static_cast<size_t>(i)];
+    bits = static_cast<T>(sizeof(T) == 2 && random.below(8) ? (random() & 0x8000) | (0x3A00 + random.below(0x400)) : random());
+    if (random.below(every)) continue;
+    const T next = static_cast<T>(random.below(9) ? bits + 1 + random.below(3) : random());
+    if (next == bits) continue;
+    positions.push_back(static_cast<uint32_t>(i));
+    before.push_back(bits);
+    after.push_back(next);
+  }
+  const int64_t n = static_cast<int64_t>(positions.size());
+  const size_t room = static_cast<size_t>(vds_ctx_scratch_size(elements, count, count, n));
+  std::vector<char> scratch(room);
+  std::vector<uint8_t> coded(static_cast<size_t>(16 * n + 100 * count + 1));
+  std::vector<int64_t> spans(static_cast<size_t>(2 * count)), sizes;
+  const int64_t whole = vds_ctx_encode(sizeof(T), model.data(), old.data(), rows, row_length, strips.data(), count, positions.data(),
+                                       before.data(), after.data(), n, scratch.data(), coded.data(),
+                                       static_cast<int64_t>(coded.size()), spans.data());
+  if (whole < 0) abort();
+  coded.resize(static_cast<size_t>(whole));
+  for (int64_t t = 0; t < count; ++t) sizes.push_back(spans[2 * t] << 1 | (spans[2 * t + 1] > 1));
+
+  const auto decode = [&](const std::vector<uint8_t>& bytes, int64_t capacity, std::vector<uint32_t>& found) {
+    const std::vector<uint8_t> exact(bytes.begin(), bytes.end()), wanted(static_cast<size_t>(count), 1);  // so that its end is seen
+    std::vector<T> steps(static_cast<size_t>(capacity));
+    std::vector<char> memory(static_cast<size_t>(vds_ctx_scratch_size(elements, count, count, capacity)));
+    found.assign(static_cast<size_t>(capacity), 0);
+    return vds_ctx_decode(sizeof(T), model.data(), old.data(), rows, row_length, strips.data(), count, sizes.data(), wanted.data(),
+                          exact.data(), memory.data(), found.data(), steps.data(), capacity);
+  };
+  std::vector<uint32_t> found;
+  if (decode(coded, n, found) != n || found != positions) abort();
+
+  if (header[7] & 1) {  // bytes of any kind
+    coded.assign(body, body + size);
+    int64_t left = static_cast<int64_t>(size);
+    for (int64_t t = 0; t < count; ++t) {
+      const int64_t part = t + 1 == count ? left : left * header[8] / 255;
+      sizes[static_cast<size_t>(t)] = part << 1 | (header[9] >> t & 1);
+      left -= part;
+    }
+  } else {  // sound ones, edited: (where, what) pairs
+    for (size_t i = 0; i + 2 < size && !coded.empty(); i += 3)
+      coded[(static_cast<size_t>(body[i]) << 8 | body[i + 1]) % coded.size()] = body[i + 2];
+    for (int64_t t = 0; t < count; ++t) sizes[static_cast<size_t>(t)] ^= header[9] >> t & 1;
+    if (count > 1) {
+      const int64_t moved = (sizes[0] >> 1) * header[8] / 255;
+      sizes[0] -= moved << 1;
+      sizes[1] += moved << 1;
+    }
+  }
+  const int64_t accepted = decode(coded, n, found);
+  if (accepted > n) abort();
+  for (int64_t i = 0; i < accepted; ++i)
+    if (found[static_cast<size_t>(i)] >= elements || (i && found[static_cast<size_t>(i)] <= found[static_cast<size_t>(i - 1)])) abort();
+}
+
+}  // namespace
+
+extern "C" int LLVMFuzzerTestOneInput(const uint8_t* data, size_t size) {
+  if (size < kHeader) return 0;
+  switch (data[7] >> 1 & 3) {
+    case 0: run<uint8_t>(data, data + kHeader, size - kHeader); break;
+    case 1: run<uint32_t>(data, data + kHeader, size - kHeader); break;
+    default: run<uint16_t>(data, data + kHeader, size - kHeader);
+  }
+  return 0;
+}
