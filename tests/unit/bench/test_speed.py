@@ -62,7 +62,10 @@ def test_what_torch_finds_is_the_difference(pair: Pair) -> None:
     assert [index.numel() for index, _ in found] == [int((before[name][1] != after[name][1]).sum()) for name in after]
 
 
-@pytest.mark.skipif(peers.arc_package(patient=False) is None, reason="needs pip install fireworks-delta-compression")
+@pytest.mark.skipif(
+    peers.arc_package(patient=False) is None,
+    reason="arc_v3 is a peer's package, which the bench extra brings: fireworks-delta-compression",
+)
 def test_arc_gives_back_the_new_model(pair: Pair) -> None:
     before, after = read(*pair)
     arc = peers.ArcV3(peers.arc_package(patient=False), before, after)

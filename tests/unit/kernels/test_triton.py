@@ -15,7 +15,9 @@ import torch
 from vllm_delta_sync import kernels
 from vllm_delta_sync.errors import ConfigError
 
-needs_triton = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
+needs_triton = pytest.mark.skipif(
+    importlib.util.find_spec("triton") is None, reason="triton is optional, and not installed here"
+)
 
 
 @needs_triton

@@ -14,7 +14,7 @@ from vllm_delta_sync.native import portable, portable_ctx
 from vllm_delta_sync.native.library import ABI_VERSION, CPU_FUNCTIONS, load
 
 COMPILER = shutil.which("c++") or shutil.which("g++") or shutil.which("clang++")
-needs_compiler = pytest.mark.skipif(COMPILER is None, reason="no C++ compiler on this machine")
+needs_compiler = pytest.mark.skipif(COMPILER is None, reason="no C++ compiler here to build the library with")
 
 
 def compile_library(folder: Path, source: str) -> Path:

@@ -31,7 +31,7 @@ def test_a_process_computes_on_the_cores_of_all_its_threads() -> None:
     assert cores.of_this_process() == ALL
 
 
-@pytest.mark.skipif(len(ALL) < 2, reason="needs two cores")
+@pytest.mark.skipif(len(ALL) < 2, reason="one core: there is none to move to")
 def test_a_bound_thread_moves_to_the_cores_it_is_given() -> None:
     bound, *others = sorted(ALL)
     assert _in_a_thread(bound, frozenset(others)) == set(others)
