@@ -10,7 +10,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from vllm_delta_sync.native.cuda import CudaLibrary
+from vllm_delta_sync.native.cuda import DIFF_TILE, CudaLibrary
 from vllm_delta_sync.native.types import Seed
 
 
@@ -34,6 +34,25 @@ def scatter_(
             values.numel(), first.data_ptr(), torch.cuda.current_stream(device).cuda_stream,
         )  # fmt: skip
     return first
+
+
+def diff(
+    library: CudaLibrary, before: Tensor, after: Tensor, advance: bool, stream: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    """See `kernels.ops`; on a stream by its handle."""
+    n, width, device = before.numel(), before.element_size(), before.device
+    tiles = -(-n // DIFF_TILE)
+    masks = torch.empty(tiles * DIFF_TILE // 8, dtype=torch.uint8, device=device)
+    counts = torch.empty(tiles + 1, dtype=torch.int32, device=device)
+    library.diff_mark(width, before.data_ptr(), after.data_ptr(), n, masks.data_ptr(), counts.data_ptr(), stream)
+    found = int(counts[-1])
+    positions = torch.empty(found, dtype=torch.int32, device=device)
+    old, new = torch.empty_like(before[:found]), torch.empty_like(after[:found])
+    library.diff_write(
+        width, before.data_ptr(), after.data_ptr(), n, masks.data_ptr(), counts.data_ptr(), advance,
+        positions.data_ptr(), old.data_ptr(), new.data_ptr(), stream,
+    )  # fmt: skip
+    return positions, old, new
 
 
 def state_hash(library: CudaLibrary, bits: Tensor, start: int, seed: Seed) -> Tensor:
