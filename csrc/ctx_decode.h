@@ -136,37 +136,38 @@ class TileView {
 };
 
 // A tile's bytes: states and words from the front, raw bits from the back. One thread reads them, with all it needs in registers.
-template <int lanes>
 class Stream {
  public:
   VDS_HD Stream(const TileJob& job, const Reading& from)
       : data_(reinterpret_cast<const uint8_t*>(job.data)), size_(static_cast<uint32_t>(job.size >> 1)), at_(from.at),
-        loaded_(from.loaded), window_(from.window), have_(from.have) {
-    for (int i = 0; i < lanes; ++i) states_[i] = from.states[i];
+        loaded_(from.loaded), window_(from.window), have_(from.have), lanes_(job.size & 1 ? kMaxLanes : 1) {
+    for (int i = 0; i < kMaxLanes; ++i) states_[i] = from.states[i];
   }
   VDS_HD void save(Reading& to) const {
-    for (int i = 0; i < lanes; ++i) to.states[i] = states_[i];
+    for (int i = 0; i < kMaxLanes; ++i) to.states[i] = states_[i];
     to.at = at_;
     to.loaded = loaded_;
     to.window = window_;
     to.have = have_;
   }
 
+  VDS_HD int lanes() const { return lanes_; }
+
   VDS_HD bool begin() {
-    if (size_ < 4 * lanes) return false;
-    for (int i = 0; i < lanes; ++i) {
+    if (size_ < 4 * static_cast<uint32_t>(lanes_)) return false;
+    for (int i = 0; i < kMaxLanes && i < lanes_; ++i) {
       states_[i] = 0;
       for (int k = 0; k < 4; ++k) states_[i] |= static_cast<uint32_t>(data_[4 * i + k]) << (8 * k);
       if (states_[i] < kFloor) return false;
     }
-    at_ = 4 * lanes;
+    at_ = 4 * static_cast<uint32_t>(lanes_);
     return true;
   }
 
   // The next symbols of all states, of which none is taken yet: looked up together, so that their latencies overlap.
-  VDS_HD void look(const Shared& s, uint32_t (&symbols)[lanes], uint32_t (&codes)[lanes]) const {
-    for (int i = 0; i < lanes; ++i) symbols[i] = s.slots[states_[i] & (kTotal - 1)];
-    for (int i = 0; i < lanes; ++i) codes[i] = s.codes[symbols[i]];
+  VDS_HD void look(const Shared& s, uint32_t (&symbols)[kMaxLanes], uint32_t (&codes)[kMaxLanes]) const {
+    for (int i = 0; i < kMaxLanes && i < lanes_; ++i) symbols[i] = s.slots[states_[i] & (kTotal - 1)];
+    for (int i = 0; i < kMaxLanes && i < lanes_; ++i) codes[i] = s.codes[symbols[i]];
   }
 
   // Takes the symbol of a state; false where a word is missing.
@@ -196,7 +197,7 @@ class Stream {
 
   // Whether all was used, up to the last byte, and the bits that fill it are zero.
   VDS_HD bool finished() const {
-    for (int i = 0; i < lanes; ++i)
+    for (int i = 0; i < kMaxLanes && i < lanes_; ++i)
       if (states_[i] != kFloor) return false;
     return at_ + loaded_ == size_ && window_ == 0;
   }
@@ -206,12 +207,12 @@ class Stream {
   uint32_t size_, at_, loaded_;
   uint64_t window_;
   uint32_t have_;
-  uint32_t states_[lanes];
+  int lanes_;  // 1 or kMaxLanes; loops over them have a fixed end besides, so that they unroll and states stay in registers
+  uint32_t states_[kMaxLanes];
 };
 
 // Phase: which class each context is of, and where the stream begins.
-template <int lanes>
-VDS_HD void begin_tile(int thread, const TileJob& job, const ClassRow* classes, int count, Shared& s) {
+VDS_HD inline void begin_tile(int thread, const TileJob& job, const ClassRow* classes, int count, Shared& s) {
   for (int c = thread; c < kContexts; c += kTeam) {
     int of = 0;
     while (of + 1 < count && classes[of].last < c) ++of;
@@ -219,7 +220,7 @@ VDS_HD void begin_tile(int thread, const TileJob& job, const ClassRow* classes, 
   }
   if (thread != 0) return;
   s.reading = {};
-  Stream<lanes> stream(job, s.reading);
+  Stream stream(job, s.reading);
   s.filled[0] = stream.begin() ? 0 : -1;
   stream.save(s.reading);
 }
@@ -293,14 +294,13 @@ VDS_HD inline void add_members(int thread, uint32_t of, Shared& s) {
 }
 
 // One thread: the ranks of the next changed members, kChunk at most; returns how many, or -1.
-template <int lanes>
-VDS_HD int32_t read_gaps(Stream<lanes>& stream, Shared& s, uint32_t* ranks) {
+VDS_HD inline int32_t read_gaps(Stream& stream, Shared& s, uint32_t* ranks) {
   uint32_t rank = s.reading.rank;
   const uint32_t members = s.members;
-  for (uint32_t i = 0; i < kChunk; i += lanes) {
-    uint32_t symbols[lanes], codes[lanes];
+  for (uint32_t i = 0; i < kChunk; i += static_cast<uint32_t>(stream.lanes())) {
+    uint32_t symbols[kMaxLanes], codes[kMaxLanes];
     stream.look(s, symbols, codes);
-    for (int lane = 0; lane < lanes; ++lane) {
+    for (int lane = 0; lane < kMaxLanes && lane < stream.lanes(); ++lane) {
       const uint32_t symbol = symbols[lane];
       if (!stream.take(lane, codes[lane])) return -1;
       if (symbol == kGapEnd) return static_cast<int32_t>(i + static_cast<uint32_t>(lane));
@@ -320,12 +320,12 @@ VDS_HD int32_t read_gaps(Stream<lanes>& stream, Shared& s, uint32_t* ranks) {
 }
 
 // One thread: the next n folded steps; returns n, or -1.
-template <typename T, int lanes>
-VDS_HD int32_t read_steps(Stream<lanes>& stream, const Shared& s, uint32_t n, uint32_t* folded) {
-  for (uint32_t i = 0; i < n; i += lanes) {
-    uint32_t symbols[lanes], codes[lanes];
+template <typename T>
+VDS_HD int32_t read_steps(Stream& stream, const Shared& s, uint32_t n, uint32_t* folded) {
+  for (uint32_t i = 0; i < n; i += static_cast<uint32_t>(stream.lanes())) {
+    uint32_t symbols[kMaxLanes], codes[kMaxLanes];
     stream.look(s, symbols, codes);
-    for (int lane = 0; lane < lanes; ++lane) {
+    for (int lane = 0; lane < kMaxLanes && lane < stream.lanes(); ++lane) {
       if (i + static_cast<uint32_t>(lane) == n) break;
       const uint32_t symbol = symbols[lane];
       if (!stream.take(lane, codes[lane])) return -1;
@@ -344,10 +344,9 @@ VDS_HD int32_t read_steps(Stream<lanes>& stream, const Shared& s, uint32_t n, ui
 }
 
 // Phase: one thread reads chunk `turn` of gaps, and finds room for it.
-template <int lanes>
-VDS_HD void gap_turn(uint32_t turn, const TileJob& job, const BlockJob& block, Outcome* outcome, Shared& s) {
-  Stream<lanes> stream(job, s.reading);
-  int32_t n = read_gaps<lanes>(stream, s, s.chunk[turn & 1]);
+VDS_HD inline void gap_turn(uint32_t turn, const TileJob& job, const BlockJob& block, Outcome* outcome, Shared& s) {
+  Stream stream(job, s.reading);
+  int32_t n = read_gaps(stream, s, s.chunk[turn & 1]);
   stream.save(s.reading);
   if (n > 0) {
     const int64_t at = take_room(&outcome->found, static_cast<uint32_t>(n));
@@ -386,10 +385,10 @@ VDS_HD void position_turn(int thread, uint32_t turn, uint32_t of, const TileView
 }
 
 // Phase: one thread reads chunk `turn` of n steps.
-template <typename T, int lanes>
+template <typename T>
 VDS_HD void step_turn(uint32_t turn, uint32_t n, const TileJob& job, Shared& s) {
-  Stream<lanes> stream(job, s.reading);
-  s.filled[turn & 1] = read_steps<T, lanes>(stream, s, n, s.chunk[turn & 1]);
+  Stream stream(job, s.reading);
+  s.filled[turn & 1] = read_steps<T>(stream, s, n, s.chunk[turn & 1]);
   stream.save(s.reading);
 }
 
@@ -405,7 +404,7 @@ VDS_HD void unfold_turn(int thread, uint32_t turn, const TileView<T>& tile, cons
 
 // The changes of one class, whose statistics are `row`; returns how many, or -1. `team` runs a phase on all threads, then a barrier:
 // what is read between two phases is not written by the next one.
-template <typename T, int lanes, typename Team>
+template <typename T, typename Team>
 VDS_HD int32_t decode_class(uint32_t of, const ClassRow& row, const TileJob& job, const BlockJob& block, const TileView<T>& tile,
                             Outcome* outcome, uint32_t* positions, T* steps, Shared& s, const Team& team) {
   team([&](int thread) {
@@ -422,7 +421,7 @@ VDS_HD int32_t decode_class(uint32_t of, const ClassRow& row, const TileJob& job
   for (;; ++turn) {
     const bool reading = n == static_cast<int32_t>(kChunk);
     team([&](int thread) {
-      if (thread == 0 && reading) gap_turn<lanes>(turn, job, block, outcome, s);
+      if (thread == 0 && reading) gap_turn(turn, job, block, outcome, s);
       if (thread >= kSelectors && turn > 0) position_turn(thread, turn - 1, of, tile, positions, s);
     });
     if (!reading) break;
@@ -436,7 +435,7 @@ VDS_HD int32_t decode_class(uint32_t of, const ClassRow& row, const TileJob& job
     const bool reading = turn * kChunk < total;
     const uint32_t left = reading ? total - turn * kChunk : 0, size = left < kChunk ? left : kChunk;
     team([&](int thread) {
-      if (thread == 0 && reading) step_turn<T, lanes>(turn, size, job, s);
+      if (thread == 0 && reading) step_turn<T>(turn, size, job, s);
       if (thread >= kSelectors && turn > 0) unfold_turn(thread, turn - 1, tile, positions, steps, s);
     });
     if (!reading) break;
@@ -445,21 +444,21 @@ VDS_HD int32_t decode_class(uint32_t of, const ClassRow& row, const TileJob& job
   return static_cast<int32_t>(total);
 }
 
-template <typename T, int lanes, typename Team>
+template <typename T, typename Team>
 VDS_HD bool decode_tile(const TileJob& job, const BlockJob& block, const ClassRow* classes, Outcome* outcome, uint32_t* positions,
                         T* steps, Shared& s, const Team& team) {
   const TileView<T> tile(job);
   const int count = static_cast<int>(block.classes);
-  team([&](int thread) { begin_tile<lanes>(thread, job, classes, count, s); });
+  team([&](int thread) { begin_tile(thread, job, classes, count, s); });
   if (s.filled[0] < 0) return false;
   team([&](int thread) { count_groups(thread, tile, s); });
   int64_t total = 0;
   for (int c = 0; c < count; ++c) {
-    const int32_t n = decode_class<T, lanes>(static_cast<uint32_t>(c), classes[c], job, block, tile, outcome, positions, steps, s, team);
+    const int32_t n = decode_class<T>(static_cast<uint32_t>(c), classes[c], job, block, tile, outcome, positions, steps, s, team);
     if (n < 0) return false;
     total += n;
   }
-  return total > 0 && Stream<lanes>(job, s.reading).finished();
+  return total > 0 && Stream(job, s.reading).finished();
 }
 
 // Decodes a tile into what its block has of positions and steps, and flags it if it is malformed or there is no room.
@@ -470,8 +469,7 @@ VDS_HD void run_tile(const TileJob& job, const BlockJob* blocks, const ClassRow*
   Outcome* const outcome = outcomes + job.block;
   const ClassRow* const classes = models + block.first_class;
   uint32_t* const to = positions + block.first;
-  const bool sound = job.size & 1 ? decode_tile<T, kMaxLanes>(job, block, classes, outcome, to, steps + block.first, s, team)
-                                  : decode_tile<T, 1>(job, block, classes, outcome, to, steps + block.first, s, team);
+  const bool sound = decode_tile(job, block, classes, outcome, to, steps + block.first, s, team);
   team([&](int thread) {
     if (thread == 0 && !sound) outcome->faults = 1;
   });

@@ -1,4 +1,4 @@
-"""The phases of the CUDA kernels for ctx and diff, run on a host, give the bits of the CPU's library; none is trusted."""
+"""The phases of the CUDA kernels for ctx and diff, run on a host, give the CPU's bits; no tile is trusted."""
 
 from __future__ import annotations
 
