@@ -6,7 +6,7 @@ Does not apply changes: `gap` and `ctx` need old values, which only the caller h
 from __future__ import annotations
 
 import hashlib
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -236,16 +236,38 @@ def decode_tiles(
 
     Raises MalformedObject for a stream that breaks docs/protocol.md, or old bits that are not what it was made from.
     """
+    found = _decode_ctx(header, encoded, np.frombuffer(encoded.value, np.uint8), old, wanted, what)
+    if wanted.all() and len(found.positions) != encoded.changed:
+        raise MalformedObject(f"{what}: {len(found.positions)} changes, {encoded.changed} stated")
+    return found
+
+
+def decode_window(window: ctx.CtxWindow, encoded: EncodedBlock, old: Bits, what: str) -> DecodedBlock:
+    """Decode some columns of a ctx block, of whose elements, row by row, `old` uW[rows · columns] are the bits.
+
+    Raises as `decode_tiles` does.
+    """
+    header = window.header
+    data = np.frombuffer(encoded.value, np.uint8)[window.data]
+    found = _decode_ctx(header, encoded, data, old, np.ones(header.grid.tiles, np.uint8), what)
+    return replace(found, positions=window.in_block(found.positions))
+
+
+def _decode_ctx(
+    header: ctx.CtxHeader,
+    encoded: EncodedBlock,
+    data: npt.NDArray[np.uint8],
+    old: Bits,
+    wanted: npt.NDArray[np.uint8],
+    what: str,
+) -> DecodedBlock:
     assert encoded.model is not None, f"{what}: a ctx block has a model"
-    data = np.frombuffer(encoded.value, np.uint8)
     try:
         positions, steps = native.ctx_decode(
             encoded.model, old, header.grid, header.sizes, header.lanes, data, wanted, encoded.changed
         )
     except MalformedObject as error:
         raise MalformedObject(f"{what}: {error}") from None
-    if wanted.all() and len(positions) != encoded.changed:
-        raise MalformedObject(f"{what}: {len(positions)} changes, {encoded.changed} stated")
     return DecodedBlock(CTX, positions, steps, None)
 
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import lru_cache, partial
 from typing import Any, Protocol, TypeVar
 
 import numpy as np
@@ -53,6 +53,48 @@ class CtxHeader:
     grid: CtxGrid
     sizes: npt.NDArray[np.int64]  # bytes of each tile
     lanes: npt.NDArray[np.uint8]  # states of each tile
+
+    def window(self, first: int, columns: int) -> CtxWindow | None:
+        """The tiles in these columns of every row; None where other tiles reach into them."""
+        found = _cut_out(self.grid, first, columns)
+        if found is None:
+            return None
+        grid, tiles = found
+        begin, size = int(self.sizes[: tiles.start].sum()), int(self.sizes[tiles].sum())
+        header = CtxHeader(grid, self.sizes[tiles], self.lanes[tiles])
+        return CtxWindow(header, first, self.grid.row_length, slice(begin, begin + size))
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class CtxWindow:
+    """Some columns of a block, seen as a block of their own."""
+
+    header: CtxHeader  # of these columns alone
+    first: int  # the first of them
+    row_length: int  # elements of a row of the whole block
+    data: slice  # where in the value stream the tiles are
+
+    def in_block(self, positions: npt.NDArray[np.uint32]) -> npt.NDArray[np.uint32]:
+        """Positions u32[n] within these columns as positions in the block."""
+        columns, skipped = self.header.grid.row_length, self.row_length - self.header.grid.row_length
+        if self.header.grid.rows > 1 and skipped:
+            positions = positions + positions // np.uint32(columns) * np.uint32(skipped)
+        return positions + np.uint32(self.first) if self.first else positions
+
+
+@lru_cache(maxsize=1 << 14)  # a server's parts of blocks are the same in every version
+def _cut_out(grid: CtxGrid, first: int, columns: int) -> tuple[CtxGrid, slice] | None:
+    """The strips that make up these columns as a grid, and which of the tiles are theirs."""
+    begins, ends = grid.strips[:, 0], grid.strips.sum(axis=1)
+    inside = np.flatnonzero((begins >= first) & (ends <= first + columns))
+    if not inside.size or begins[inside[0]] != first or ends[inside[-1]] != first + columns:
+        return None
+    low, high = int(inside[0]), int(inside[-1]) + 1
+    if high - low == len(grid.strips):
+        return grid, slice(0, grid.tiles)
+    part = CtxGrid(grid.rows, columns, grid.strips[low:high] - np.array((first, 0)))
+    skipped = CtxGrid(grid.rows, grid.row_length, grid.strips[:low]).tiles
+    return part, slice(skipped, skipped + part.tiles)
 
 
 def chosen(blocks: Sequence[T]) -> Sequence[T]:
