@@ -12,6 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from vllm_delta_sync.kernels.upload import to_device
 from vllm_delta_sync.native import CtxGrid, CtxModel
 from vllm_delta_sync.native.ctx_types import CTX_WIDTHS, MANY_LANES, check_cover, check_sizes
 from vllm_delta_sync.native.cuda import BLOCK_COLUMNS, CLASS_COLUMNS, TILE_COLUMNS, CudaLibrary
@@ -107,9 +108,3 @@ def _tables(blocks: Sequence[CodedBlock]) -> tuple[I64, I64, U16]:
         part = table[at : at + model.last.size]
         part[:, :-1], part[:, -1] = np.concatenate([model.gaps, model.steps], axis=1), model.last
     return np.concatenate(tiles), jobs, table
-
-
-def to_device(host: Bits, device: torch.device) -> Tensor:
-    """A copy of a host's row that the current stream makes, from pinned memory: the host does not wait for it."""
-    integers = torch.from_numpy(host.view(f"i{host.itemsize}") if host.itemsize > 1 else host)
-    return integers.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else integers.to(device)

@@ -7,9 +7,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import numpy as np
 import torch
 from torch import Tensor
 
+from vllm_delta_sync.kernels.upload import to_device
 from vllm_delta_sync.native.cuda import DIFF_TILE, CudaLibrary
 from vllm_delta_sync.native.types import Seed
 
@@ -25,7 +27,7 @@ def scatter_(
     """See `kernels.ops`."""
     device, width = values.device, values.element_size()
     with torch.cuda.device(device):
-        bases = torch.tensor([target.data_ptr() for target in targets], dtype=torch.int64, device=device)
+        bases = to_device(np.array([target.data_ptr() for target in targets], np.int64), device)
         address = bases[segments[:, 0]] + segments[:, 1] * width
         rows = torch.stack([address, segments[:, 2], segments[:, 3], torch.zeros_like(address)], dim=1)
         first = torch.empty((), dtype=torch.int64, device=device)
@@ -39,7 +41,7 @@ def scatter_(
 def diff(
     library: CudaLibrary, before: Tensor, after: Tensor, advance: bool, stream: int
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """See `kernels.ops`; on a stream by its handle."""
+    """See `kernels.ops`; `stream` is the handle of torch's current one. Waits once, for how many there are."""
     n, width, device = before.numel(), before.element_size(), before.device
     tiles = -(-n // DIFF_TILE)
     masks = torch.empty(tiles * DIFF_TILE // 8, dtype=torch.uint8, device=device)

@@ -33,6 +33,15 @@ def scatter_(targets: Sequence[Tensor], segments: Tensor, offsets: Tensor, expec
     return outcome
 
 
+def diff(before: Tensor, after: Tensor, advance: bool) -> tuple[Tensor, Tensor, Tensor]:
+    """See `kernels.ops`."""
+    where = (before != after).nonzero()[:, 0]
+    old, new = before[where], after[where]
+    if advance:
+        before[where] = new
+    return where.to(torch.int32), old, new
+
+
 def state_hash(bits: Tensor, start: int, seed: Seed) -> Tensor:
     """See `kernels.ops`."""
     units = bits.view(torch.uint8).to(torch.int16) if bits.element_size() == 1 else bits.view(torch.int16)
