@@ -46,39 +46,52 @@ def decode(library: CudaLibrary, blocks: Sequence[CodedBlock], stream: int) -> l
     for width in CTX_WIDTHS:
         some = [index for index, block in enumerate(blocks) if block.old.element_size() == width]
         if some:
-            for index, changes in zip(some, _launch(library, width, [blocks[i] for i in some], stream), strict=True):
+            launch = Launch([blocks[index] for index in some])
+            launch.run(library, stream)
+            for index, changes in zip(some, launch.results(), strict=True):
                 found[index] = changes
     return found
 
 
-def _launch(library: CudaLibrary, width: int, blocks: Sequence[CodedBlock], stream: int) -> list[Decoded | None]:
-    """Those whose elements have one width."""
-    device, kind = blocks[0].old.device, blocks[0].old.dtype
-    tiles, jobs, models = _tables(blocks)
-    data = np.concatenate([block.data for block in blocks])
-    addresses = to_device(np.concatenate([part.reshape(-1).view(np.uint8) for part in (tiles, jobs, models)]), device)
-    bytes_ = to_device(data, device)
-    rows = addresses[: tiles.nbytes].view(torch.int64).view(-1, TILE_COLUMNS)
-    rows[:, 6] += bytes_.data_ptr()
-    total = int(jobs[:, 1].sum())
-    positions = torch.full((total,), -1, dtype=torch.int32, device=device)  # what stays so comes last in order
-    steps = torch.empty(total, dtype=kind, device=device)
-    outcomes = torch.empty((len(blocks), 2), dtype=torch.int32, device=device)
-    at = addresses.data_ptr()
-    library.ctx_decode(
-        width, at, len(tiles), at + tiles.nbytes, len(blocks), at + tiles.nbytes + jobs.nbytes, positions.data_ptr(),
-        steps.data_ptr(), outcomes.data_ptr(), stream,
-    )  # fmt: skip
-    room = torch.from_numpy(jobs[:, 1].copy())
-    owner = torch.repeat_interleave(torch.arange(len(blocks)), room).to(device)
-    order = torch.argsort(owner << 32 | positions.to(torch.int64) & 0xFFFFFFFF)
-    places = positions[order].cpu().numpy().view(np.uint32)
-    moved = steps[order].cpu().numpy().view(WIDTHS[width])
-    results: list[Decoded | None] = []
-    for (first, _, _, _), (count, faults) in zip(jobs.tolist(), outcomes.tolist(), strict=True):
-        part = slice(first, first + count)
-        results.append(None if faults else (places[part], moved[part]))
-    return results
+class Launch:
+    """Blocks whose elements have one width, at least one, with all that decoding them takes on their device."""
+
+    def __init__(self, blocks: Sequence[CodedBlock]) -> None:
+        device, kind = blocks[0].old.device, blocks[0].old.dtype
+        self._tiles, self._jobs, models = _tables(blocks)
+        tables = [part.reshape(-1).view(np.uint8) for part in (self._tiles, self._jobs, models)]
+        self._tables = to_device(np.concatenate(tables), device)
+        self._data = to_device(np.concatenate([block.data for block in blocks]), device)
+        self._tables[: self._tiles.nbytes].view(torch.int64).view(-1, TILE_COLUMNS)[:, 6] += self._data.data_ptr()
+        total = int(self._jobs[:, 1].sum())
+        self._positions = torch.full(
+            (total,), -1, dtype=torch.int32, device=device
+        )  # what stays so comes last in order
+        self._steps = torch.empty(total, dtype=kind, device=device)
+        self._outcomes = torch.empty((len(blocks), 2), dtype=torch.int32, device=device)
+
+    def run(self, library: CudaLibrary, stream: int) -> None:
+        """Enqueue the kernel."""
+        tiles = self._tables.data_ptr()
+        jobs = tiles + self._tiles.nbytes
+        library.ctx_decode(
+            self._steps.element_size(), tiles, len(self._tiles), jobs, len(self._jobs), jobs + self._jobs.nbytes,
+            self._positions.data_ptr(), self._steps.data_ptr(), self._outcomes.data_ptr(), stream,
+        )  # fmt: skip
+
+    def results(self) -> list[Decoded | None]:
+        """Of each block, in order; waits for the device."""
+        device, width = self._steps.device, self._steps.element_size()
+        room = torch.from_numpy(self._jobs[:, 1].copy())
+        owner = torch.repeat_interleave(torch.arange(len(self._jobs)), room).to(device)
+        order = torch.argsort(owner << 32 | self._positions.to(torch.int64) & 0xFFFFFFFF)
+        positions = self._positions[order].cpu().numpy().view(np.uint32)
+        steps = self._steps[order].cpu().numpy().view(WIDTHS[width])
+        found: list[Decoded | None] = []
+        for first, (count, faults) in zip(self._jobs[:, 0].tolist(), self._outcomes.tolist(), strict=True):
+            part = slice(first, first + count)
+            found.append(None if faults else (positions[part], steps[part]))
+        return found
 
 
 def _tables(blocks: Sequence[CodedBlock]) -> tuple[I64, I64, U16]:
