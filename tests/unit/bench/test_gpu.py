@@ -51,7 +51,7 @@ def test_where_a_device_decodes_its_tiles_are_compared_damaged_ones_too_and_time
         ]
 
     monkeypatch.setattr(gpu, "backends", lambda device: [dataclasses.replace(made, decode_tiles=of_another_step)])
-    with pytest.raises(AssertionError, match="on the host: ctx tiles of .* rows of .*, 1 bytes each"):
+    with pytest.raises(AssertionError, match=r"on the host: ctx tiles of .* rows of .*, 1 bytes each"):
         gpu.check(CPU, 100)
 
 

@@ -1,9 +1,10 @@
 // The kernels of csrc/cuda that are made of phases, run on a host, one thread after the other, behind the same functions. Addresses
-// are the host's and streams mean nothing. Where one thread of a phase relied on another one, running them backwards gives other bits.
+// are the host's and streams mean nothing.
 #include <memory>
 
 #include "../../../csrc/ctx_decode.h"
 #include "../../../csrc/diff_compact.h"
+#include "../../../csrc/host_team.h"
 
 #define VDS_API extern "C" __attribute__((visibility("default")))
 
@@ -11,14 +12,6 @@ namespace {
 
 constexpr int kUnknownWidth = 1;
 bool backwards = false;
-
-template <int threads>
-struct Team {
-  template <typename Phase>
-  void operator()(const Phase& phase) const {
-    for (int i = 0; i < threads; ++i) phase(backwards ? threads - 1 - i : i);
-  }
-};
 
 template <typename T>
 int decode(const void* tiles, int64_t count, const void* blocks, int64_t block_count, const void* models, void* positions, void* steps,
@@ -30,7 +23,7 @@ int decode(const void* tiles, int64_t count, const void* blocks, int64_t block_c
     std::memset(static_cast<void*>(shared.get()), 0xA5, sizeof(Shared));  // as little to be relied on as a device's
     run_tile(static_cast<const TileJob*>(tiles)[i], static_cast<const BlockJob*>(blocks), static_cast<const ClassRow*>(models),
              static_cast<Outcome*>(outcomes), static_cast<uint32_t*>(positions), static_cast<T*>(steps), *shared,
-             Team<vds::ctx::kTeam>{});
+             vds::HostTeam<vds::ctx::kTeam>{backwards});
   }
   return 0;
 }
@@ -42,8 +35,8 @@ int mark(const void* before, const void* after, int64_t n, void* masks, void* co
   const bool aligned = (reinterpret_cast<uintptr_t>(before) | reinterpret_cast<uintptr_t>(after)) % 16 == 0;
   for (int64_t tile = 0; tile < tiles_of(n); ++tile)
     mark_tile(tile, static_cast<const T*>(before), static_cast<const T*>(after), n, aligned, static_cast<uint8_t*>(masks),
-              static_cast<uint32_t*>(counts), sums, Team<vds::diff::kTeam>{});
-  add_up(static_cast<uint32_t*>(counts), tiles_of(n), adders, Team<kAdders>{});
+              static_cast<uint32_t*>(counts), sums, vds::HostTeam<vds::diff::kTeam>{backwards});
+  add_up(static_cast<uint32_t*>(counts), tiles_of(n), adders, vds::HostTeam<kAdders>{backwards});
   return 0;
 }
 
@@ -55,7 +48,7 @@ int write(void* before, const void* after, int64_t n, const void* masks, const v
   const Columns<T> out{static_cast<uint32_t*>(positions), static_cast<T*>(old_out), static_cast<T*>(new_out)};
   for (int64_t tile = 0; tile < tiles_of(n); ++tile)
     write_tile(tile, static_cast<T*>(before), static_cast<const T*>(after), static_cast<const uint8_t*>(masks),
-               static_cast<const uint32_t*>(counts), advance, out, sums, Team<vds::diff::kTeam>{});
+               static_cast<const uint32_t*>(counts), advance, out, sums, vds::HostTeam<vds::diff::kTeam>{backwards});
   return 0;
 }
 
