@@ -9,12 +9,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.unit.kernels.on_host import COMPILER, HostLibrary, build
-from tests.unit.native.test_ctx import cases, model_of, strips, walk
+from tests.unit.native import test_ctx
+from tests.unit.native.test_ctx import cases, model_of, spread, strips, walk
 from vllm_delta_sync import native
 from vllm_delta_sync.errors import MalformedObject
 from vllm_delta_sync.kernels import ctx, cuda
 from vllm_delta_sync.kernels.ctx import CodedBlock
-from vllm_delta_sync.native import Changes, CtxGrid
+from vllm_delta_sync.native import Changes, CtxGrid, CtxModel
+from vllm_delta_sync.native.ctx_types import GAP_END, GAP_ESCAPE, GAP_SYMBOLS, STEP_ESCAPE, STEP_SYMBOLS
+from vllm_delta_sync.native.portable_ctx import _Writer
 
 pytestmark = pytest.mark.skipif(COMPILER is None, reason="no C++ compiler on this machine to compile the kernels with")
 quick = settings(max_examples=25, deadline=None)
@@ -134,12 +137,68 @@ def test_more_changes_than_stated_are_refused_and_none_is_written_beyond_the_roo
     assert on_host(library, edited(block, changed=room)) == [None]
 
 
-@pytest.mark.parametrize("cut", [1, -1], ids=["short", "long"])
-def test_a_tile_with_a_byte_too_many_or_too_few_is_refused(library: HostLibrary, cut: int) -> None:
-    old, changes = walk(6, 10, 64)
-    block = coded(old, changes, CtxGrid(10, 64, strips(64)), [255], 3)
-    data = np.concatenate([block.data, np.zeros(1, np.uint8)])[: block.data.size - cut]
-    assert on_host(library, edited(block, data=data, sizes=np.array([data.size]))) == [None]
+class OnHost:
+    """The host's encoder with the device's decoder, as `test_ctx` wants an implementation."""
+
+    def __init__(self, library: HostLibrary) -> None:
+        self.library, self.ctx_model, self.ctx_encode = library, native.ctx_model, native.ctx_encode
+
+    def ctx_decode(self, model: CtxModel, old: np.ndarray, *rest: object) -> tuple[np.ndarray, np.ndarray]:
+        (found,) = ctx.decode(self.library, [CodedBlock(model, tensor(old), *rest)], 0)
+        if found is None:
+            raise MalformedObject("refused")
+        return found
+
+
+TILES = ["00 84 00 01 00", "00 84 00 01 00 00", "00 84 00", "00 84 00 00", "00 84 00 02"]
+
+
+def test_what_is_said_of_single_tiles_holds_for_the_device_too(library: HostLibrary) -> None:
+    of = OnHost(library)
+    test_ctx.test_the_bytes_are_those_of_the_protocol(of)
+    test_ctx.test_a_rank_beyond_the_last_member_is_refused(of)
+    test_ctx.test_bits_that_fill_the_last_byte_are_zero(of)
+    for tile in TILES:
+        test_ctx.test_a_tile_with_a_byte_too_many_or_too_few_or_another_end_is_refused(of, tile)
+    for cut in (0, 1, -1):
+        test_ctx.test_every_byte_of_a_tile_counts(of, cut)
+
+
+def single(data: bytes, model: CtxModel) -> CodedBlock:
+    """A tile of four elements."""
+    grid, sizes, one = CtxGrid(1, 4, strips(4)), np.array([len(data)]), np.ones(1, np.uint8)
+    return CodedBlock(model, tensor(test_ctx.WORKED), grid, sizes, one, np.frombuffer(data, np.uint8), one, 4)
+
+
+@pytest.mark.parametrize(("symbol", "bits", "sound"), [(119, 12, True), (120, 13, False)])
+def test_a_step_of_half_the_numbers_that_there_are_or_more_is_refused(
+    library: HostLibrary, symbol: int, bits: int, sound: bool
+) -> None:
+    gaps = spread(GAP_SYMBOLS, {0: 1024, GAP_END: 1024, GAP_ESCAPE: 1024})
+    steps = spread(STEP_SYMBOLS, {119: 1024, 120: 1024, STEP_ESCAPE: 1024})
+    writer = _Writer(1)
+    writer.add(gaps, 0, 0)
+    writer.add(gaps, GAP_END, 1)
+    writer.add(steps, symbol, 0)
+    writer.raw(0, bits)
+    block = single(writer.bytes(), native.ctx_model(np.array([255], np.uint8), gaps[None], steps[None]))
+    assert on_host(library, block) == [on_cpu(block)] and (on_cpu(block) is not None) == sound
+
+
+def test_a_state_that_begins_too_low_is_refused_though_it_would_come_to_the_end(library: HostLibrary) -> None:
+    model = test_ctx.worked_model(native)
+    writer = _Writer(1)
+    for symbol in (0, GAP_END):
+        writer.add(model.gaps[0], symbol, 0)
+    for _ in range(2):
+        writer.add(model.steps[0], 0, 0)
+    behind = int.from_bytes(writer.bytes(), "little")  # the state once a gap of 1 was read
+    assert len(writer.bytes()) == 4 and behind >> 16 < 1024
+    low = 1024 + (
+        behind >> 16
+    )  # a gap of 1 has slots 1024 to 2047; it leaves the upper half, and a word brings the lower
+    block = single(low.to_bytes(4, "little") + (behind & 0xFFFF).to_bytes(2, "little"), model)
+    assert on_host(library, block) == [on_cpu(block)] == [None]
 
 
 @pytest.mark.parametrize("width", [1, 2, 4, 8])
