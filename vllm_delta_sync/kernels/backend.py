@@ -19,7 +19,7 @@ from vllm_delta_sync import native
 from vllm_delta_sync.errors import ConfigError
 from vllm_delta_sync.kernels import cpu, ctx, cuda, reference, triton
 from vllm_delta_sync.kernels.ctx import CodedBlock, Decoded
-from vllm_delta_sync.kernels.upload import to_device
+from vllm_delta_sync.kernels.upload import pinned, to_device
 from vllm_delta_sync.native import cuda as native_cuda
 from vllm_delta_sync.native.library import Loaded
 from vllm_delta_sync.native.types import I64, U32, Bits, Seed
@@ -46,7 +46,10 @@ class Patch(Protocol):
 
 @dataclass(frozen=True, eq=False)
 class Prepared:
-    """A patch where the kernels read it: the columns are those of the `scatter_` op."""
+    """A patch where the kernels read it: the columns are those of the `scatter_` op.
+
+    Of a GPU they are on the device or, but for segments, in pinned memory.
+    """
 
     segments: Tensor  # i64 [S, 4]
     offsets: Tensor  # i32 [n]
@@ -83,10 +86,15 @@ class Backend:
     def prepare(self, patch: Patch) -> Prepared:
         """Bring a patch to where the kernels read it, through pinned memory; on a CPU it stays where it is.
 
-        Waits until it is there, so that whoever scatters it may do so on any stream.
+        Waits until it is there, so that whoever scatters it may do so on any stream. Where a GPU has no room for it,
+        it stays in pinned memory, and its commit takes as long as the bus does.
         """
-        columns = (patch.segments, patch.offsets, patch.expected, patch.values)
-        prepared = Prepared(*(to_device(column, self.device) for column in columns))
+        columns = (patch.offsets, patch.expected, patch.values)
+        segments = to_device(patch.segments, self.device)
+        try:
+            prepared = Prepared(segments, *(to_device(column, self.device) for column in columns))
+        except torch.OutOfMemoryError:
+            prepared = Prepared(segments, *(pinned(column) for column in columns))
         if self.device.type == "cuda":
             torch.cuda.current_stream(self.device).synchronize()
         return prepared

@@ -24,8 +24,8 @@ def scatter_(
     expected: Tensor,
     values: Tensor,
 ) -> Tensor:
-    """See `kernels.ops`."""
-    device, width = values.device, values.element_size()
+    """See `kernels.ops`. Offsets, expected and values may be in pinned memory of the host."""
+    device, width = segments.device, values.element_size()
     with torch.cuda.device(device):
         bases = to_device(np.array([target.data_ptr() for target in targets], np.int64), device)
         address = bases[segments[:, 0]] + segments[:, 1] * width

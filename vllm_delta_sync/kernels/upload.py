@@ -24,7 +24,7 @@ SIGNED: dict[int, np.dtype[Any]] = {
 
 def to_device(host: NDArray[Any], device: torch.device) -> Tensor:
     """Contiguous integers [n, …] of 1, 2, 4 or 8 bytes as integers of a device: the host's own memory on a CPU."""
-    integers = torch.from_numpy(host.view(SIGNED[host.itemsize]))
+    integers = _integers(host)
     if device.type != "cuda":
         return integers.to(device)
     copy = torch.empty(integers.shape, dtype=integers.dtype, device=device)
@@ -32,3 +32,12 @@ def to_device(host: NDArray[Any], device: torch.device) -> Tensor:
     for at in range(0, len(host), each):
         copy[at : at + each].copy_(integers[at : at + each].pin_memory(), non_blocking=True)
     return copy
+
+
+def pinned(host: NDArray[Any]) -> Tensor:
+    """The same in pinned memory of the host, which a GPU's kernels read across the bus."""
+    return _integers(host).pin_memory()
+
+
+def _integers(host: NDArray[Any]) -> Tensor:
+    return torch.from_numpy(host.view(SIGNED[host.itemsize]))

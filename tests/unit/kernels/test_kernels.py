@@ -125,6 +125,26 @@ def test_bf16_tensors_hash_by_their_bits(backend: kernels.Backend) -> None:
     assert np.array_equal(backend.hash(weights.to(backend.device), 0, SEED), native.hash_run(bits, 0, SEED))
 
 
+def test_a_patch_for_which_a_device_has_no_room_stays_in_pinned_memory(
+    backend: kernels.Backend, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def no_room(host: np.ndarray, device: torch.device) -> torch.Tensor:
+        if host.ndim == 1:
+            raise torch.OutOfMemoryError("no room")
+        return to_device(host, device)
+
+    update, pinned = random_update(backend, 2, 100, 1), []
+    monkeypatch.setattr(kernels.backend, "to_device", no_room)
+    if backend.device.type == "cpu":  # where torch can pin nothing
+        monkeypatch.setattr(
+            kernels.backend, "pinned", lambda host: pinned.append(host) or to_device(host, backend.device)
+        )
+    prepared = backend.prepare(update)
+    assert len(pinned) == 3 or prepared.values.is_pinned()
+    assert backend.scatter(update.targets, prepared) == -1
+    assert all(torch.equal(*pair) for pair in zip(update.targets, update.wanted, strict=True))
+
+
 @pytest.mark.parametrize("width", [1, 2, 4, 8])
 @quick
 @given(n=st.integers(0, 20_000), share=st.sampled_from([0.0, 0.01, 1.0]), advance=st.booleans())
