@@ -58,7 +58,9 @@ class Arena {
 };
 
 Scratch tile_scratch(Arena& arena) {
-  return {arena.take<uint8_t>(kTileElements + 64), arena.take<uint32_t>(kTileElements),
+  constexpr int64_t words = kTileElements / 64;
+  return {arena.take<uint8_t>(kTileElements + 64), arena.take<uint64_t>(words), arena.take<uint32_t>(words + kMembersSlack),
+          arena.take<uint32_t>(kTileElements),
           arena.take<uint32_t>(2 * kTileElements + kMaxClasses), arena.take<uint16_t>(2 * kTileElements + kMaxClasses + 1),
           arena.take<uint8_t>(8 * kTileElements + 8)};
 }
@@ -75,17 +77,21 @@ struct Grid {
   const Strip* strips;
   int64_t count;
 
+  // Calls visit(tile, its index, the next tile, which of the last one is itself) until it returns false.
   template <typename Visit>
   bool each_tile(Visit visit) const {
-    int64_t index = 0;
-    for (int64_t s = 0; s < count; ++s) {
-      const int64_t step = strips[s].tile_rows();
-      for (int64_t row = 0; row < rows; row += step) {
-        const Tile tile{row, row + step < rows ? step : rows - row, strips[s].column, strips[s].columns};
-        if (!visit(tile, index++)) return false;
-      }
+    int64_t s = 0, index = 0;
+    for (Tile tile = at(0, 0); s < count;) {
+      const bool down = tile.row + tile.rows < rows;
+      s += !down;
+      const Tile next = down ? at(s, tile.row + tile.rows) : s < count ? at(s, 0) : tile;
+      if (!visit(tile, index++, next)) return false;
+      tile = next;
     }
     return true;
+  }
+  Tile at(int64_t s, int64_t row) const {
+    return {row, std::min(strips[s].tile_rows(), rows - row), strips[s].column, strips[s].columns};
   }
   int64_t tiles() const {
     int64_t n = 0;
@@ -94,49 +100,69 @@ struct Grid {
   }
 };
 
-// Calls visit(i, tile, element in the tile) for those of the positions, which ascend, that lie in a strip.
-template <typename Visit>
-void place(const Grid& grid, const int64_t* first_tiles, const uint32_t* positions, int64_t n, Visit visit) {
-  int64_t row = 0, s = 0;
-  for (int64_t i = 0; i < n; ++i) {
-    int64_t column = positions[i] - row * grid.row_length;
-    if (column >= grid.row_length) {
-      row += column / grid.row_length;
-      column %= grid.row_length;
-      s = 0;
+// Says which tile a place of a block is in.
+class Cut {
+ public:
+  Cut(Arena& arena, int64_t strips) : placed_(arena.take<Placed>(strips)) {}
+
+  void cut(const Grid& grid) {
+    grid_ = &grid;
+    int64_t tiles = 0;
+    for (int64_t s = 0; s < grid.count; ++s) {
+      placed_[s] = {tiles, grid.strips[s].tile_rows()};
+      tiles += grid.strips[s].tiles(grid.rows);
     }
-    while (s < grid.count && column >= grid.strips[s].column + grid.strips[s].columns) ++s;
-    if (s == grid.count || column < grid.strips[s].column) continue;
-    const Strip& strip = grid.strips[s];
-    const int64_t height = strip.tile_rows(), chunk = grid.rows <= height ? 0 : row / height;
-    visit(i, first_tiles[s] + chunk, (row - chunk * height) * strip.columns + column - strip.column);
   }
-}
+
+  // Calls visit(i, tile, element in the tile) for those of the positions, which ascend, that lie in a strip.
+  template <typename Visit>
+  void each_position(const uint32_t* positions, int64_t n, Visit visit) const {
+    int64_t row = 0, s = 0;
+    for (int64_t i = 0; i < n; ++i) {
+      int64_t column = positions[i] - row * grid_->row_length;
+      if (column >= grid_->row_length) {
+        row += column / grid_->row_length;
+        column %= grid_->row_length;
+        s = 0;
+      }
+      while (s < grid_->count && column >= grid_->strips[s].column + grid_->strips[s].columns) ++s;
+      if (s == grid_->count || column < grid_->strips[s].column) continue;
+      const Strip& strip = grid_->strips[s];
+      const int64_t chunk = chunk_of(row, s);
+      visit(i, placed_[s].first + chunk, (row - chunk * placed_[s].height) * strip.columns + column - strip.column);
+    }
+  }
+
+ private:
+  struct Placed {
+    int64_t first, height;  // a strip's first tile, and the rows of each
+  };
+  int64_t chunk_of(int64_t row, int64_t s) const { return grid_->rows <= placed_[s].height ? 0 : row / placed_[s].height; }
+  Placed* placed_;
+  const Grid* grid_ = nullptr;
+};
 
 // The changes of a block by tile.
 template <typename T>
 class Sorted {
  public:
   Sorted(Arena& arena, int64_t strips, int64_t tiles, int64_t n)
-      : first_tiles_(arena.take<int64_t>(strips)), begins_(arena.take<int64_t>(tiles)), ends_(arena.take<int64_t>(tiles)), elements_(arena.take<uint32_t>(n)),
-        moved_before_(arena.take<T>(n)), moved_after_(arena.take<T>(n)) {}
+      : cut_(arena, strips), begins_(arena.take<int64_t>(tiles)), ends_(arena.take<int64_t>(tiles)),
+        elements_(arena.take<uint32_t>(n)), moved_before_(arena.take<T>(n)), moved_after_(arena.take<T>(n)) {}
 
   void sort(const Grid& grid, const uint32_t* positions, const T* before, const T* after, int64_t n) {
-    if (grid.rows == 1) return cut(grid, positions, before, after, n);
-    int64_t tiles = 0;
-    for (int64_t s = 0; s < grid.count; ++s) {
-      first_tiles_[s] = tiles;
-      tiles += grid.strips[s].tiles(grid.rows);
-    }
+    if (grid.rows == 1) return follow(grid, positions, before, after, n);
+    const int64_t tiles = grid.tiles();
+    cut_.cut(grid);
     std::memset(ends_, 0, static_cast<size_t>(tiles) * sizeof *ends_);
-    place(grid, first_tiles_, positions, n, [&](int64_t, int64_t tile, int64_t) { ++ends_[tile]; });
+    cut_.each_position(positions, n, [&](int64_t, int64_t tile, int64_t) { ++ends_[tile]; });
     int64_t at = 0;
     for (int64_t t = 0; t < tiles; ++t) {
       begins_[t] = at;
       at += ends_[t];
       ends_[t] = begins_[t];
     }
-    place(grid, first_tiles_, positions, n, [&](int64_t i, int64_t tile, int64_t element) {
+    cut_.each_position(positions, n, [&](int64_t i, int64_t tile, int64_t element) {
       const int64_t to = ends_[tile]++;
       elements_[to] = static_cast<uint32_t>(element);
       moved_before_[to] = before[i];
@@ -153,7 +179,7 @@ class Sorted {
 
  private:
   // In one row, tiles follow each other as positions do.
-  void cut(const Grid& grid, const uint32_t* positions, const T* before, const T* after, int64_t n) {
+  void follow(const Grid& grid, const uint32_t* positions, const T* before, const T* after, int64_t n) {
     int64_t i = 0;
     for (int64_t s = 0; s < grid.count; ++s) {
       const int64_t column = grid.strips[s].column, end = column + grid.strips[s].columns;
@@ -166,9 +192,10 @@ class Sorted {
     after_ = after;
   }
 
-  int64_t *first_tiles_, *begins_, *ends_;  // [strips], [tiles], [tiles]
-  uint32_t* elements_;                      // [n]
-  T *moved_before_, *moved_after_;          // [n]
+  Cut cut_;
+  int64_t *begins_, *ends_;         // [tiles]
+  uint32_t* elements_;              // [n]
+  T *moved_before_, *moved_after_;  // [n]
   const T *before_ = nullptr, *after_ = nullptr;
 };
 
@@ -180,11 +207,11 @@ int64_t encode(const Model& model, const T* old, const Grid& grid, const uint32_
   Sorted<T> sorted(arena, grid.count, grid.tiles(), n);
   sorted.sort(grid, positions, before, after, n);
   int64_t written = 0;
-  const bool fits = grid.each_tile([&](const Tile& tile, int64_t index) {
+  const bool fits = grid.each_tile([&](const Tile& tile, int64_t index, const Tile& next) {
     const TileChanges<T> changes = sorted.of(index);
     const int lanes = changes.n < kLaneChanges ? 1 : kMaxLanes;
     const int64_t size = changes.n == 0 ? 0
-                                        : kernels_for<T>().encode(model, {old, grid.row_length}, tile, changes, lanes, scratch,
+                                        : kernels_for<T>().encode(model, {old, grid.row_length}, tile, next, changes, lanes, scratch,
                                                                   out + written, room - written);
     if (size < 0) return false;
     spans[2 * index] = size;
@@ -202,42 +229,39 @@ int64_t tally(const Model& model, const T* old, const Grid& grid, const uint32_t
   const Scratch scratch = tile_scratch(arena);
   Sorted<T> sorted(arena, grid.count, grid.tiles(), n);
   sorted.sort(grid, positions, before, after, n);
-  grid.each_tile([&](const Tile& tile, int64_t index) {
+  grid.each_tile([&](const Tile& tile, int64_t index, const Tile& next) {
     const TileChanges<T> changes = sorted.of(index);
     if (changes.n > 0)
-      kernels_for<T>().tally(model, {old, grid.row_length}, tile, changes, scratch, gaps, steps);
+      kernels_for<T>().tally(model, {old, grid.row_length}, tile, next, changes, scratch, gaps, steps);
     return true;
   });
   return 0;
 }
 
-// What decoding needs besides the scratch of a tile: a bit for each element of the block, how many are set before each word of
-// them, and the changes as tiles give them.
+// What decoding needs besides the scratch of a tile: the changes as tiles give them, a mark for each, and how many marks lie before
+// each word of them.
 template <typename T>
 struct Unordered {
   Unordered(Arena& arena, int64_t elements, int64_t capacity)
-      : words((elements + 63) / 64), marks(arena.take<uint64_t>(words)), before(arena.take<uint32_t>(words)),
-        found{arena.take<uint32_t>(capacity), arena.take<T>(capacity)} {}
+      : words((elements + 63) / 64), before(arena.take<uint32_t>(words)),
+        found{arena.take<uint32_t>(capacity), arena.take<T>(capacity), arena.take<uint64_t>(words)} {}
 
   // Distinct positions in order, with their steps.
   void order(int64_t n, uint32_t* positions, T* steps) const {
-    std::memset(marks, 0, static_cast<size_t>(words) * sizeof *marks);
-    for (int64_t i = 0; i < n; ++i) marks[found.positions[i] >> 6] |= 1ull << (found.positions[i] & 63);
     uint32_t count = 0;
     for (int64_t w = 0; w < words; ++w) {
       before[w] = count;
-      count += static_cast<uint32_t>(__builtin_popcountll(marks[w]));
+      count += static_cast<uint32_t>(__builtin_popcountll(found.marks[w]));
     }
     for (int64_t i = 0; i < n; ++i) {
       const uint32_t position = found.positions[i], w = position >> 6;
-      const uint32_t to = before[w] + static_cast<uint32_t>(__builtin_popcountll(marks[w] & ((1ull << (position & 63)) - 1)));
+      const uint32_t to = before[w] + static_cast<uint32_t>(__builtin_popcountll(found.marks[w] & ((1ull << (position & 63)) - 1)));
       positions[to] = position;
       steps[to] = found.steps[i];
     }
   }
 
   int64_t words;
-  uint64_t* marks;
   uint32_t* before;
   Changed<T> found;
 };
@@ -249,15 +273,16 @@ int64_t decode(const Model& model, const T* old, const Grid& grid, const int64_t
   Arena arena(memory);
   const Scratch scratch = tile_scratch(arena);
   const Unordered<T> all(arena, grid.rows * grid.row_length, capacity);
+  std::memset(all.found.marks, 0, static_cast<size_t>(all.words) * sizeof *all.found.marks);
   int64_t total = 0, offset = 0;
-  const bool sound = grid.each_tile([&](const Tile& tile, int64_t index) {
+  const bool sound = grid.each_tile([&](const Tile& tile, int64_t index, const Tile& next) {
     const int64_t size = sizes[index] >> 1;
     if (size > 0 && wanted[index]) {
-      const Changed<T> next{all.found.positions + total, all.found.steps + total};
-      const int64_t found = kernels_for<T>().decode[sizes[index] & 1](model, {old, grid.row_length}, tile, data + offset, size,
-                                                                      scratch, next, capacity - total);
-      if (found < 1) return false;
-      total += found;
+      const Changed<T> here{all.found.positions + total, all.found.steps + total, all.found.marks};
+      const int64_t n = kernels_for<T>().decode[sizes[index] & 1](model, {old, grid.row_length}, tile, next, data + offset, size,
+                                                                  scratch, here, capacity - total);
+      if (n < 1) return false;
+      total += n;
     }
     offset += size;
     return true;
