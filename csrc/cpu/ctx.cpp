@@ -246,21 +246,6 @@ struct Unordered {
       : words((elements + 63) / 64), before(arena.take<uint32_t>(words)),
         found{arena.take<uint32_t>(capacity), arena.take<T>(capacity), arena.take<uint64_t>(words)} {}
 
-  // Distinct positions in order, with their steps.
-  void order(int64_t n, uint32_t* positions, T* steps) const {
-    uint32_t count = 0;
-    for (int64_t w = 0; w < words; ++w) {
-      before[w] = count;
-      count += static_cast<uint32_t>(__builtin_popcountll(found.marks[w]));
-    }
-    for (int64_t i = 0; i < n; ++i) {
-      const uint32_t position = found.positions[i], w = position >> 6;
-      const uint32_t to = before[w] + static_cast<uint32_t>(__builtin_popcountll(found.marks[w] & ((1ull << (position & 63)) - 1)));
-      positions[to] = position;
-      steps[to] = found.steps[i];
-    }
-  }
-
   int64_t words;
   uint32_t* before;
   Changed<T> found;
@@ -288,7 +273,7 @@ int64_t decode(const Model& model, const T* old, const Grid& grid, const int64_t
     return true;
   });
   if (!sound) return -1;
-  all.order(total, positions, steps);
+  kernels_for<T>().order(all.found, total, all.words, all.before, positions, steps);
   return total;
 }
 

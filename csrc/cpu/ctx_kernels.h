@@ -47,6 +47,7 @@ struct TileKernels {
   // Returns how many changes it found, or -1 if the tile is malformed or there is no room for them.
   int64_t (*decode[2])(const Model&, const Old<T>&, const Tile&, const Tile& next, const uint8_t* data, int64_t size, const Scratch&,
                        const Changed<T>& out, int64_t room);
+  void (*order)(const Changed<T>& found, int64_t n, int64_t words, uint32_t* before, uint32_t* positions, T* steps);
   // Writes the tile's bytes and returns their number, or -1 if there is no room.
   int64_t (*encode)(const Model&, const Old<T>&, const Tile&, const Tile& next, const TileChanges<T>&, int lanes, const Scratch&, uint8_t* out,
                     int64_t room);

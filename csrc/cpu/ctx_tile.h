@@ -8,7 +8,7 @@ namespace {
 
 template <typename T>
 constexpr TileKernels<T> kernels_of() {
-  return {{decode_tile<T, 1>, decode_tile<T, kMaxLanes>}, encode_tile<T>, tally_tile<T>};
+  return {{decode_tile<T, 1>, decode_tile<T, kMaxLanes>}, order_changes<T>, encode_tile<T>, tally_tile<T>};
 }
 
 }  // namespace
