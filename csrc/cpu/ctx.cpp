@@ -199,9 +199,18 @@ class Sorted {
   const T *before_ = nullptr, *after_ = nullptr;
 };
 
+enum Refusal : int64_t { kNoRoom = -1, kUnknownWidth = -2, kUnsorted = -3 };
+
+bool ascend_below(const uint32_t* positions, int64_t n, int64_t end) {
+  int64_t sorted = 1;
+  for (int64_t i = 1; i < n; ++i) sorted += positions[i - 1] < positions[i];
+  return n == 0 || (sorted == n && positions[n - 1] < end);
+}
+
 template <typename T>
 int64_t encode(const Model& model, const T* old, const Grid& grid, const uint32_t* positions, const T* before, const T* after,
                int64_t n, void* memory, uint8_t* out, int64_t room, int64_t* spans) {
+  if (!ascend_below(positions, n, grid.rows * grid.row_length)) return kUnsorted;
   Arena arena(memory);
   const Scratch scratch = tile_scratch(arena);
   Sorted<T> sorted(arena, grid.count, grid.tiles(), n);
@@ -219,12 +228,13 @@ int64_t encode(const Model& model, const T* old, const Grid& grid, const uint32_
     written += size;
     return true;
   });
-  return fits ? written : -1;
+  return fits ? written : kNoRoom;
 }
 
 template <typename T>
 int64_t tally(const Model& model, const T* old, const Grid& grid, const uint32_t* positions, const T* before, const T* after,
               int64_t n, void* memory, uint64_t* gaps, uint64_t* steps) {
+  if (!ascend_below(positions, n, grid.rows * grid.row_length)) return kUnsorted;
   Arena arena(memory);
   const Scratch scratch = tile_scratch(arena);
   Sorted<T> sorted(arena, grid.count, grid.tiles(), n);
@@ -338,11 +348,11 @@ VDS_API int64_t vds_ctx_scratch_size(int64_t elements, int64_t strips, int64_t t
     case 1: return call(uint8_t);  \
     case 2: return call(uint16_t); \
     case 4: return call(uint32_t); \
-    default: return -2;            \
+    default: return kUnknownWidth; \
   }
 
 // Encodes n changes of a block of rows x row_length elements, tile by tile, and writes (size, lanes) of each tile to spans.
-// Strips (column, columns) cover a row in order. Returns the bytes written to `out`, -1 if they would take more than `room`.
+// Strips (column, columns) cover a row in order. Returns the bytes written to `out`, or a Refusal: they take more than `room`, or positions do not ascend.
 VDS_API int64_t vds_ctx_encode(int width, const void* model, const void* old, int64_t rows, int64_t row_length, const int64_t* strips,
                                int64_t count, const uint32_t* positions, const void* before, const void* after, int64_t n,
                                void* scratch, uint8_t* out, int64_t room, int64_t* spans) {
@@ -355,7 +365,7 @@ VDS_API int64_t vds_ctx_encode(int width, const void* model, const void* old, in
 }
 
 // Adds the symbols of the tiles to gaps [classes, 74] and steps [classes, 249]; of `model`, only the classes matter. Here strips need
-// not cover a row: what lies in none is not counted.
+// not cover a row: what lies in none is not counted. Returns 0 or a Refusal.
 VDS_API int64_t vds_ctx_tally(int width, const void* model, const void* old, int64_t rows, int64_t row_length, const int64_t* strips,
                               int64_t count, const uint32_t* positions, const void* before, const void* after, int64_t n,
                               void* scratch, uint64_t* gaps, uint64_t* steps) {

@@ -146,8 +146,8 @@ def read_header(spec: TensorSpec, start: int, count: int, index: Buffer, size: i
         )
     stated = np.array(values[1:], np.int64)
     sizes, lanes = stated >> 1, np.where(stated & 1, MANY_LANES, 1).astype(np.uint8)
-    if (sizes > size).any() or int(sizes.sum()) != size:
-        raise MalformedObject(f"ctx tiles of {int(sizes.sum())} bytes in a stream of {size}")
+    if (total := int(sizes.sum())) != size:
+        raise MalformedObject(f"ctx tiles of {total} bytes in a stream of {size}")
     return CtxHeader(grid, sizes, lanes)
 
 
