@@ -100,84 +100,33 @@ struct Grid {
   }
 };
 
-// Says which tile a place of a block is in.
-class Cut {
- public:
-  Cut(Arena& arena, int64_t strips) : placed_(arena.take<Placed>(strips)) {}
-
-  void cut(const Grid& grid) {
-    grid_ = &grid;
-    int64_t tiles = 0;
-    for (int64_t s = 0; s < grid.count; ++s) {
-      placed_[s] = {tiles, grid.strips[s].tile_rows()};
-      tiles += grid.strips[s].tiles(grid.rows);
-    }
-  }
-
-  // Calls visit(i, tile, element in the tile) for those of the positions, which ascend, that lie in a strip.
-  template <typename Visit>
-  void each_position(const uint32_t* positions, int64_t n, Visit visit) const {
-    int64_t row = 0, s = 0;
-    for (int64_t i = 0; i < n; ++i) {
-      int64_t column = positions[i] - row * grid_->row_length;
-      if (column >= grid_->row_length) {
-        row += column / grid_->row_length;
-        column %= grid_->row_length;
-        s = 0;
-      }
-      while (s < grid_->count && column >= grid_->strips[s].column + grid_->strips[s].columns) ++s;
-      if (s == grid_->count || column < grid_->strips[s].column) continue;
-      const Strip& strip = grid_->strips[s];
-      const int64_t chunk = chunk_of(row, s);
-      visit(i, placed_[s].first + chunk, (row - chunk * placed_[s].height) * strip.columns + column - strip.column);
-    }
-  }
-
- private:
-  struct Placed {
-    int64_t first, height;  // a strip's first tile, and the rows of each
-  };
-  int64_t chunk_of(int64_t row, int64_t s) const { return grid_->rows <= placed_[s].height ? 0 : row / placed_[s].height; }
-  Placed* placed_;
-  const Grid* grid_ = nullptr;
-};
-
 // The changes of a block by tile.
 template <typename T>
 class Sorted {
  public:
-  Sorted(Arena& arena, int64_t strips, int64_t tiles, int64_t n)
-      : cut_(arena, strips), begins_(arena.take<int64_t>(tiles)), ends_(arena.take<int64_t>(tiles)),
-        elements_(arena.take<uint32_t>(n)), moved_before_(arena.take<T>(n)), moved_after_(arena.take<T>(n)) {}
+  Sorted(Arena& arena, int64_t elements, int64_t strips, int64_t tiles, int64_t n)
+      : strips_(arena.take<StripTiles>(strips)), strip_of_(arena.take<uint16_t>(elements)), begins_(arena.take<int64_t>(tiles)),
+        ends_(arena.take<int64_t>(tiles)), tiles_(arena.take<uint16_t>(n)), elements_(arena.take<uint32_t>(n)),
+        moved_(arena.take<uint32_t>(n)), moved_before_(arena.take<T>(n)), moved_after_(arena.take<T>(n)) {}
 
   void sort(const Grid& grid, const uint32_t* positions, const T* before, const T* after, int64_t n) {
-    if (grid.rows == 1) return follow(grid, positions, before, after, n);
-    const int64_t tiles = grid.tiles();
-    cut_.cut(grid);
-    std::memset(ends_, 0, static_cast<size_t>(tiles) * sizeof *ends_);
-    cut_.each_position(positions, n, [&](int64_t, int64_t tile, int64_t) { ++ends_[tile]; });
-    int64_t at = 0;
-    for (int64_t t = 0; t < tiles; ++t) {
-      begins_[t] = at;
-      at += ends_[t];
-      ends_[t] = begins_[t];
-    }
-    cut_.each_position(positions, n, [&](int64_t i, int64_t tile, int64_t element) {
-      const int64_t to = ends_[tile]++;
-      elements_[to] = static_cast<uint32_t>(element);
-      moved_before_[to] = before[i];
-      moved_after_[to] = after[i];
-    });
-    before_ = moved_before_;
-    after_ = moved_after_;
+    if (grid.rows == 1)
+      follow(grid, positions, before, after, n);
+    else
+      distribute(grid, positions, before, after, n);
   }
 
   TileChanges<T> of(int64_t tile) const {
     const int64_t first = begins_[tile];
-    return {elements_ + first, before_ + first, after_ + first, ends_[tile] - first};
+    return {given_ + first, before_ + first, after_ + first, ends_[tile] - first};
   }
 
  private:
+  struct StripTiles {
+    uint32_t first, height, column, columns;  // its first tile, the rows of each, and where it is
+  };
+  static constexpr uint16_t kNone = 0xFFFF;
+
   // In one row, tiles follow each other as positions do.
   void follow(const Grid& grid, const uint32_t* positions, const T* before, const T* after, int64_t n) {
     int64_t i = 0;
@@ -188,14 +137,59 @@ class Sorted {
       for (; i < n && positions[i] < end; ++i) elements_[i] = static_cast<uint32_t>(positions[i] - column);
       ends_[s] = i;
     }
+    given_ = elements_;
     before_ = before;
     after_ = after;
   }
 
-  Cut cut_;
-  int64_t *begins_, *ends_;         // [tiles]
-  uint32_t* elements_;              // [n]
-  T *moved_before_, *moved_after_;  // [n]
+  // Which strip is next is as good as random: looked up, not searched for.
+  void distribute(const Grid& grid, const uint32_t* positions, const T* before, const T* after, int64_t n) {
+    std::fill_n(strip_of_, grid.row_length, kNone);
+    uint32_t tiles = 0;
+    for (int64_t s = 0; s < grid.count; ++s) {
+      const Strip& strip = grid.strips[s];
+      strips_[s] = {tiles, static_cast<uint32_t>(std::min(strip.tile_rows(), grid.rows)), static_cast<uint32_t>(strip.column),
+                    static_cast<uint32_t>(strip.columns)};
+      std::fill_n(strip_of_ + strip.column, strip.columns, static_cast<uint16_t>(s));
+      tiles += static_cast<uint32_t>(strip.tiles(grid.rows));
+    }
+    std::memset(ends_, 0, static_cast<size_t>(tiles) * sizeof *ends_);
+    const uint32_t length = static_cast<uint32_t>(grid.row_length);
+    for (int64_t i = 0; i < n; ++i) {
+      const uint32_t row = positions[i] / length, column = positions[i] - row * length;
+      tiles_[i] = kNone;
+      if (strip_of_[column] == kNone) continue;
+      const StripTiles& strip = strips_[strip_of_[column]];
+      const uint32_t chunk = row / strip.height;
+      tiles_[i] = static_cast<uint16_t>(strip.first + chunk);
+      elements_[i] = (row - chunk * strip.height) * strip.columns + column - strip.column;
+      ++ends_[tiles_[i]];
+    }
+    int64_t at = 0;
+    for (uint32_t t = 0; t < tiles; ++t) {
+      begins_[t] = at;
+      at += ends_[t];
+      ends_[t] = begins_[t];
+    }
+    for (int64_t i = 0; i < n; ++i) {
+      if (tiles_[i] == kNone) continue;
+      const int64_t to = ends_[tiles_[i]]++;
+      moved_[to] = elements_[i];
+      moved_before_[to] = before[i];
+      moved_after_[to] = after[i];
+    }
+    given_ = moved_;
+    before_ = moved_before_;
+    after_ = moved_after_;
+  }
+
+  StripTiles* strips_;                           // [strips]
+  uint16_t* strip_of_;                           // [row_length]
+  int64_t *begins_, *ends_;                      // [tiles]
+  uint16_t* tiles_;                              // [n]
+  uint32_t *elements_, *moved_;                  // [n]
+  T *moved_before_, *moved_after_;               // [n]
+  const uint32_t* given_ = nullptr;
   const T *before_ = nullptr, *after_ = nullptr;
 };
 
@@ -213,7 +207,7 @@ int64_t encode(const Model& model, const T* old, const Grid& grid, const uint32_
   if (!ascend_below(positions, n, grid.rows * grid.row_length)) return kUnsorted;
   Arena arena(memory);
   const Scratch scratch = tile_scratch(arena);
-  Sorted<T> sorted(arena, grid.count, grid.tiles(), n);
+  Sorted<T> sorted(arena, grid.rows * grid.row_length, grid.count, grid.tiles(), n);
   sorted.sort(grid, positions, before, after, n);
   int64_t written = 0;
   const bool fits = grid.each_tile([&](const Tile& tile, int64_t index, const Tile& next) {
@@ -237,7 +231,7 @@ int64_t tally(const Model& model, const T* old, const Grid& grid, const uint32_t
   if (!ascend_below(positions, n, grid.rows * grid.row_length)) return kUnsorted;
   Arena arena(memory);
   const Scratch scratch = tile_scratch(arena);
-  Sorted<T> sorted(arena, grid.count, grid.tiles(), n);
+  Sorted<T> sorted(arena, grid.rows * grid.row_length, grid.count, grid.tiles(), n);
   sorted.sort(grid, positions, before, after, n);
   grid.each_tile([&](const Tile& tile, int64_t index, const Tile& next) {
     const TileChanges<T> changes = sorted.of(index);
@@ -337,7 +331,7 @@ VDS_API int vds_ctx_model(int classes, const uint8_t* last, const uint16_t* gaps
 VDS_API int64_t vds_ctx_scratch_size(int64_t elements, int64_t strips, int64_t tiles, int64_t n) {
   Arena encoding(nullptr), decoding(nullptr);
   tile_scratch(encoding);
-  Sorted<uint32_t>(encoding, strips, tiles, n);
+  Sorted<uint32_t>(encoding, elements, strips, tiles, n);
   tile_scratch(decoding);
   Unordered<uint32_t>(decoding, elements, n);
   return encoding.used() > decoding.used() ? encoding.used() : decoding.used();

@@ -15,6 +15,7 @@ from vllm_delta_sync.errors import MalformedObject
 from vllm_delta_sync.native.types import I64, MAX_COUNT, U8, U16, Bits, Changes, bits_width, row
 
 TILE_ELEMENTS = 1 << 18  # of a tile at most
+MAX_TILES = 1 << 12  # of a block
 CONTEXTS = 256
 MAX_CLASSES = 16
 SCALE = 12  # bits of a frequency
@@ -72,13 +73,15 @@ class CtxGrid:
 
     @cached_property
     def sound(self) -> bool:
-        """Whether strips are of 1 to 2**18 columns and follow each other in a row."""
+        """Whether strips are of 1 to 2**18 columns and follow each other in a row, and tiles are at most 2**12."""
         if self.strips.ndim != 2 or not len(self.strips) or not self.strips.flags.c_contiguous:
             return False
         begins, columns = self.strips.T
         ends = begins + columns
         narrow = ((columns >= 1) & (columns <= TILE_ELEMENTS)).all()
-        return bool(narrow and begins[0] >= 0 and ends[-1] <= self.row_length and (begins[1:] >= ends[:-1]).all())
+        if not narrow or self.tiles > MAX_TILES:
+            return False
+        return bool(begins[0] >= 0 and ends[-1] <= self.row_length and (begins[1:] >= ends[:-1]).all())
 
     @cached_property
     def address(self) -> int:

@@ -12,9 +12,8 @@ import numpy as np
 
 from vllm_delta_sync.errors import MalformedObject
 from vllm_delta_sync.native import CtxGrid
-from vllm_delta_sync.native.ctx_types import TILE_ELEMENTS
+from vllm_delta_sync.native.ctx_types import MAX_TILES, TILE_ELEMENTS
 
-MAX_TILES = 1 << 12  # of a block
 BANDS = 16  # into which a dimension is cut
 PADDING = 64  # to a multiple of which vLLM pads a vocabulary before it splits it
 
