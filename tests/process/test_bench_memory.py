@@ -23,10 +23,12 @@ def test_memory_of_publishing_and_staging(tmp_path: Path) -> None:
     done = CliRunner().invoke(app, ["memory", str(tmp_path / "old"), str(tmp_path / "new"), "--json"])
     assert done.exit_code == 0, done.output
     found = json.loads(done.stdout)
-    publish, stage = found["publish"], found["stage"]
-    assert (publish["parameters"], publish["model_bytes"]) == (ELEMENTS, 2 * ELEMENTS)
-    assert publish["changed"] == stage["changed"] == ELEMENTS // 2
+    assert list(found) == ["ctx", "gap"]
     slack = 24 << 20  # what allocators and threads keep; and pages of libraries come and go
-    assert 1.5 * ELEMENTS < publish["held_bytes"] <= 2 * ELEMENTS + slack
-    assert 7 * stage["changed"] < stage["held_bytes"] <= 8 * stage["changed"] + slack
-    assert stage["held_bytes"] < stage["peak_bytes"]
+    for use in found.values():
+        publish, stage = use["publish"], use["stage"]
+        assert (publish["parameters"], publish["model_bytes"]) == (ELEMENTS, 2 * ELEMENTS)
+        assert publish["changed"] == stage["changed"] == ELEMENTS // 2
+        assert 1.5 * ELEMENTS < publish["held_bytes"] <= 2 * ELEMENTS + slack
+        assert 7 * stage["changed"] < stage["held_bytes"] <= 8 * stage["changed"] + slack
+        assert stage["held_bytes"] < stage["peak_bytes"] <= 8 * stage["changed"] + slack

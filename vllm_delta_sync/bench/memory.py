@@ -36,7 +36,7 @@ class StageMemory:
 
     changed: int  # live elements
     held_bytes: int  # grown, once the update is committed: offsets, old and new values, which can undo it
-    peak_bytes: int  # grown at most, from the fetch to the end of the commit; a whole shard and a decoded block count
+    peak_bytes: int  # grown at most, fetch to commit; what is fetched at a time, and a decoded block, count
     held_bytes_per_change: float
     peak_bytes_per_change: float
 
@@ -49,14 +49,18 @@ class MemoryUse:
     stage: StageMemory
 
 
-def measure(old: Path, new: Path) -> MemoryUse:
-    """Publish the step from one checkpoint to the other into a temporary log, and take it.
+def measure(old: Path, new: Path) -> dict[str, MemoryUse]:
+    """Publish the step from one checkpoint to the other into a temporary log, and take it: with `ctx`, and without.
 
     Raises:
         DeltaSyncError: one of the processes failed; what it said is in the message.
     """
+    return {coding: _measure(old, new, coding) for coding in ("ctx", "gap")}
+
+
+def _measure(old: Path, new: Path, coding: str) -> MemoryUse:
     with tempfile.TemporaryDirectory() as bucket:
-        published = _run("publish", bucket, old, new)
+        published = _run("publish", bucket, old, new, coding)
         staged = _run("stage", bucket, old)
     return MemoryUse(PublishMemory(**published), StageMemory(**staged))
 

@@ -1,6 +1,6 @@
 """The processes whose memory is measured: one publishes an update, one takes it. Prints one JSON object.
 
-Arguments: `publish BUCKET OLD NEW` or `stage BUCKET OLD`. Does not start itself: `memory.py` starts both.
+Arguments: `publish BUCKET OLD NEW ctx|gap` or `stage BUCKET OLD`. Does not start itself: `memory.py` starts both.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from vllm_delta_sync.bench.memory import PublishMemory, StageMemory
 from vllm_delta_sync.bench.peers import Tensors, as_tensors
 from vllm_delta_sync.bench.step import in_memory
 from vllm_delta_sync.log import DeltaLog
+from vllm_delta_sync.log.cache import NodeCache
 from vllm_delta_sync.serving.locate import locate
 from vllm_delta_sync.serving.proof import Proof
 from vllm_delta_sync.serving.rank import Rank
@@ -31,11 +32,11 @@ from vllm_delta_sync.wire.tensors import TensorSpec
 _SMALL = TensorSpec("small", "BF16", (1 << 12,))
 
 
-def publish(bucket: str, old: Path, new: Path) -> PublishMemory:
+def publish(bucket: str, old: Path, new: Path, coding: str) -> PublishMemory:
     """Hold the model, open a publisher on its checkpoint, move on to the new weights, and publish them."""
     model = _loaded(old)
     alone = resident.reset_peak()
-    publisher = Publisher.open(bucket, base=old)
+    publisher = Publisher.open(bucket, base=old, ctx=coding == "ctx")
     open_peak = resident.peak()
     held = resident.held() - alone
     for name, item in open_checkpoint(new).items():
@@ -72,11 +73,12 @@ class Served(torch.nn.Module):
 
 
 def stage(bucket: str, old: Path) -> StageMemory:
-    """Hold live weights, join them to the log, take its one update, and commit it."""
+    """Hold live weights, join them to the log, take its one update by way of a node's cache, and commit it."""
     model = Served(_loaded(old))
     log = DeltaLog.open(bucket)
     pointer, tip = log.latest(), log.tip()
-    rank = Rank(0, lambda device: kernels.select("auto", device), 1 << 40, None)
+    cache = NodeCache(Path(bucket) / "cache", 1 << 40)
+    rank = Rank(0, lambda device: kernels.select("auto", device), 1 << 40, cache)
     rank.load_base(log, pointer.base)
     layout = rank.trace(model)
     assert rank.base is not None
@@ -106,16 +108,20 @@ def warm_up(folder: Path) -> None:
     bucket, old, new = (folder / name for name in ("bucket", "old", "new"))
     for side, value in ((old, 0), (new, 1)):
         write_checkpoint(side, [(_SMALL, np.full(_SMALL.numel, value, np.uint16))])
-    publish(str(bucket), old, new)
+    publish(str(bucket), old, new, "ctx")
     stage(str(bucket), old)
 
 
 def main() -> None:
-    kind, bucket, *checkpoints = sys.argv[1:]
-    paths = [Path(checkpoint) for checkpoint in checkpoints]
+    kind, bucket, *rest = sys.argv[1:]
     with tempfile.TemporaryDirectory() as folder:
         warm_up(Path(folder))
-    print(json.dumps(asdict(publish(bucket, *paths) if kind == "publish" else stage(bucket, *paths))))
+    if kind == "publish":
+        old, new, coding = rest
+        found: PublishMemory | StageMemory = publish(bucket, Path(old), Path(new), coding)
+    else:
+        found = stage(bucket, Path(rest[0]))
+    print(json.dumps(asdict(found)))
 
 
 if __name__ == "__main__":

@@ -35,9 +35,7 @@ def wire(
 
     sizes = measurement.measure(*checkpoints(old, new, data, cache))
     if json:
-        rows = [asdict(row) for row in sizes.rows]
-        found = {"changed": sizes.changed, "density": sizes.density, "rows": rows, "entropy": asdict(sizes.entropy)}
-        output.print_json(found)
+        output.print_json(asdict(sizes))
         return
     console = output.console()
     console.print(
@@ -45,6 +43,8 @@ def wire(
         f"whole payloads, to which a manifest of {sizes.manifest_bytes:,} bytes comes"
     )
     console.print(_sizes(sizes))
+    for name, count in sizes.dearer_tensors.items():
+        console.print(f"tensors that {name} makes larger than both gap and dense do: {count}")
 
 
 def _sizes(sizes: WireSizes) -> Table:
@@ -112,26 +112,27 @@ def memory(
 
     found = measurement.measure(*checkpoints(old, new, data, cache))
     if json:
-        output.print_json(asdict(found))
+        output.print_json({coding: asdict(use) for coding, use in found.items()})
         return
-    publish, stage = found.publish, found.stage
-    grid = Table("what", "bytes", "relative")
-    grid.columns[1].justify = "right"
-    for what, count, per, unit in (
-        ("publisher: beyond the model, held", publish.held_bytes, publish.held_bytes_per_parameter, "parameter"),
-        (
-            "publisher: more, at the peak of one update",
-            publish.publish_peak_bytes,
-            publish.publish_peak_bytes_per_change,
-            "change",
-        ),
-        ("server: staged and undo, held", stage.held_bytes, stage.held_bytes_per_change, "change"),
-        ("server: from fetch to commit, at the peak", stage.peak_bytes, stage.peak_bytes_per_change, "change"),
-    ):
-        grid.add_row(what, f"{count:,}", f"{per:.2f} a {unit}")
     console = output.console()
-    console.print(
-        f"{publish.parameters:,} parameters in {publish.model_bytes:,} bytes, {publish.changed:,} changed; opening the "
-        f"publisher took {publish.open_peak_bytes:,} bytes at its peak, pages of the base's files among them"
-    )
-    console.print(grid)
+    for coding, use in found.items():
+        publish, stage = use.publish, use.stage
+        grid = Table(f"coded as {coding}", "bytes", "relative")
+        grid.columns[1].justify = "right"
+        for what, count, per, unit in (
+            ("publisher: beyond the model, held", publish.held_bytes, publish.held_bytes_per_parameter, "parameter"),
+            (
+                "publisher: more, at the peak of one update",
+                publish.publish_peak_bytes,
+                publish.publish_peak_bytes_per_change,
+                "change",
+            ),
+            ("server: staged and undo, held", stage.held_bytes, stage.held_bytes_per_change, "change"),
+            ("server: from fetch to commit, at the peak", stage.peak_bytes, stage.peak_bytes_per_change, "change"),
+        ):
+            grid.add_row(what, f"{count:,}", f"{per:.2f} a {unit}")
+        console.print(
+            f"{publish.parameters:,} parameters in {publish.model_bytes:,} bytes, {publish.changed:,} changed; opening "
+            f"the publisher took {publish.open_peak_bytes:,} bytes at its peak, pages of the base's files among them"
+        )
+        console.print(grid)

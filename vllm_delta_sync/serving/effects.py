@@ -44,7 +44,7 @@ def of_blocks(hop: Hop, ground: Ground, fetcher: Fetcher, before: Lanes, clock: 
     table = clock.time(lambda: fetcher.table(hop))
     table.require_known(ground.specs, f"the {hop.kind} to version {hop.to}")
     blocks = clock.over(fetcher.blocks(hop, table))
-    effect = stage(blocks, ground.regions, ground.regions_of, ground.seeds, ground.memory, ground.limit)
+    effect = stage(table.blocks, blocks, ground.regions, ground.regions_of, ground.seeds, ground.memory, ground.limit)
     index = {spec.name: i for i, spec in enumerate(ground.base.tensors)}
     hashes = before.copy()
     hashes[[index[spec.name] for spec in table.tensors]] = table.hashes

@@ -7,6 +7,7 @@ one slab, not by the model.
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 
@@ -47,7 +48,10 @@ def overlay(
         MalformedObject: a header is damaged, a tensor comes twice, or is not what version 0 lists.
         StagingLimit: too much differs.
     """
-    draft, seen = Draft(memory, limit), set()
+    room: Counter[int] = Counter()
+    for region in regions:
+        room[memory.segment(region)[0]] += region.numel
+    draft, seen = Draft(memory, limit, room), set()
 
     def take(what: str, data: Buffer) -> None:
         for spec, bits in _tensors(data, what):

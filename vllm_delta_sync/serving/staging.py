@@ -6,24 +6,26 @@ guarantees: one step is staged at a time, and only a staged step is committed. O
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 
 import numpy as np
 
 from vllm_delta_sync import native
 from vllm_delta_sync.errors import StagingLimit
 from vllm_delta_sync.native import Seed
-from vllm_delta_sync.native.types import U32, Bits
+from vllm_delta_sync.native.types import U32, WIDTHS, Bits
 from vllm_delta_sync.serving.affine import Region
 from vllm_delta_sync.serving.memory import LiveMemory, Patch, offsets_of, widen
 from vllm_delta_sync.serving.messages import Lanes
 from vllm_delta_sync.serving.tiles import TileReader
-from vllm_delta_sync.wire.codec_rules import CTX
+from vllm_delta_sync.wire.codec_rules import CTX, DENSE
 from vllm_delta_sync.wire.codecs import DecodedBlock, decode_block
 from vllm_delta_sync.wire.frames import Buffer
 from vllm_delta_sync.wire.table import Block
+
+AT_ONCE = 1 << 17  # changes of a block that are mapped, read and hashed at a time
 
 
 @dataclass(frozen=True)
@@ -46,13 +48,14 @@ class Draft:
     Args:
         memory: where old values were read and new ones are to go.
         limit: bytes that the patches may take.
+        room: how many elements of each live width may come at most.
     """
 
-    def __init__(self, memory: LiveMemory, limit: int) -> None:
+    def __init__(self, memory: LiveMemory, limit: int, room: Mapping[int, int]) -> None:
         self._memory = memory
         self._limit = limit
         self._bytes = 0
-        self._pieces: dict[int, _Pieces] = defaultdict(_Pieces)
+        self._columns = {width: _Columns(width, min(most, limit // _cost(width))) for width, most in room.items()}
         self._lanes: dict[int, Lanes] = {}
 
     def add(self, index: int, region: Region, dtype: str, offsets: U32, old: Bits, new: Bits, lanes: Lanes) -> None:
@@ -62,51 +65,73 @@ class Draft:
             StagingLimit: there are too many of them.
         """
         width, slot, base = self._memory.segment(region)
-        self._bytes += len(offsets) * (offsets.itemsize + 2 * width)
+        self._bytes += len(offsets) * _cost(width)
         if self._bytes > self._limit:
             raise StagingLimit(
                 f"the changes of this step take more than max_staged_bytes = {self._limit} bytes of memory, of which "
                 f"{region.tensor!r} would go beyond; nothing was written: raise the limit, or serve a checkpoint that "
                 "is nearer to what is published"
             )
-        self._pieces[width].add(slot, base, offsets, widen(old, region, dtype), widen(new, region, dtype))
+        self._columns[width].add(slot, base, offsets, widen(old, region, dtype), widen(new, region, dtype))
         self._lanes[index] = self._lanes.get(index, np.zeros(4, dtype=np.uint32)) + lanes
 
     def effect(self) -> Effect:
         touched = tuple(sorted(self._lanes))
         lanes = np.array([self._lanes[index] for index in touched], dtype=np.uint32).reshape(-1, 4)
-        return Effect(tuple(self._pieces[width].patch(width) for width in sorted(self._pieces)), touched, lanes)
+        patches = tuple(
+            self._columns[width].patch() for width in sorted(self._columns) if self._columns[width].elements
+        )
+        return Effect(patches, touched, lanes)
 
 
-class _Pieces:
-    """Collects the segments of one live width."""
+class _Columns:
+    """The changes to live elements of one width, in the memory that they stay in: a join would hold them twice.
 
-    def __init__(self) -> None:
-        self.segments: list[tuple[int, int, int, int]] = []
-        self.offsets: list[U32] = []
-        self.expected: list[Bits] = []
-        self.values: list[Bits] = []
+    Room is set aside for all that may come; the system gives memory to what is written only.
+    """
+
+    def __init__(self, width: int, most: int) -> None:
+        self._width = width
+        self._segments: list[tuple[int, int, int, int]] = []
+        self._offsets = np.empty(most, np.uint32)
+        self._expected, self._values = np.empty(most, WIDTHS[width]), np.empty(most, WIDTHS[width])
         self.elements = 0
 
     def add(self, slot: int, base: int, offsets: U32, expected: Bits, values: Bits) -> None:
-        end = self.elements + len(offsets)
-        self.segments.append((slot, base, self.elements, end))
-        self.elements = end
-        self.offsets.append(offsets)
-        self.expected.append(expected)
-        self.values.append(values)
+        start, self.elements = self.elements, self.elements + len(offsets)
+        assert self.elements <= len(self._offsets), f"{self.elements} changes where {len(self._offsets)} may come"
+        goes_on = bool(self._segments) and self._segments[-1][:2] == (slot, base)
+        first = self._segments.pop()[2] if goes_on else start
+        self._segments.append((slot, base, first, self.elements))
+        part = slice(start, self.elements)
+        self._offsets[part], self._expected[part], self._values[part] = offsets, expected, values
 
-    def patch(self, width: int) -> Patch:
-        return Patch(
-            width,
-            np.array(self.segments, dtype=np.int64).reshape(-1, 4),
-            np.concatenate(self.offsets),
-            np.concatenate(self.expected),
-            np.concatenate(self.values),
-        )
+    def patch(self) -> Patch:
+        filled = slice(self.elements)
+        segments = np.array(self._segments, dtype=np.int64).reshape(-1, 4)
+        return Patch(self._width, segments, self._offsets[filled], self._expected[filled], self._values[filled])
+
+
+def _cost(width: int) -> int:
+    """Bytes that a change of a live element takes: its offset, and both values."""
+    return 4 + 2 * width
+
+
+def room_for(
+    rows: Iterable[Block], regions: Sequence[Region], regions_of: Mapping[str, Sequence[int]], memory: LiveMemory
+) -> Counter[int]:
+    """How many live elements of each width the blocks of these rows can change at most."""
+    room: Counter[int] = Counter()
+    for row in rows:
+        listed = row.count if row.codec == DENSE else row.changed
+        for index in regions_of.get(row.spec.name, ()):
+            width, _, _ = memory.segment(regions[index])
+            room[width] += min(listed, regions[index].numel)
+    return room
 
 
 def stage(
+    rows: Iterable[Block],
     blocks: Iterable[tuple[Block, Buffer]],
     regions: Sequence[Region],
     regions_of: Mapping[str, Sequence[int]],
@@ -117,7 +142,8 @@ def stage(
     """Decode verified blocks against live memory.
 
     Args:
-        blocks: blocks with their verified bytes.
+        rows: all blocks of the step, as its table lists them.
+        blocks: those that this rank needs, with their verified bytes.
         regions: this rank's layout.
         regions_of: indices into `regions`, by tensor name; tensors not held here are absent.
         seeds: state hash seeds by tensor name.
@@ -128,15 +154,25 @@ def stage(
         StagingLimit: they take more.
         BaseNeeded: a tile of a ctx block is held in part.
     """
-    draft, tiles = Draft(memory, limit), TileReader(regions, memory)
+    draft = Draft(memory, limit, room_for(rows, regions, regions_of, memory))
+    tiles = TileReader(regions, memory)
     for block, payload in blocks:
         held = regions_of.get(block.spec.name, ())
         if not held:
             continue
         decoded = tiles.decode(block, payload, held) if block.codec == CTX else decode_block(block, payload)
-        for index in held:
-            _stage_region(block, decoded, index, regions[index], seeds[block.spec.name], memory, draft)
+        for part in _parts(decoded):
+            for index in held:
+                _stage_region(block, part, index, regions[index], seeds[block.spec.name], memory, draft)
     return draft.effect()
+
+
+def _parts(decoded: DecodedBlock) -> Iterator[DecodedBlock]:
+    """The changes of a block, some at a time: what is made of them on the way takes more memory than they do."""
+    for first in range(0, len(decoded.positions), AT_ONCE):
+        some = slice(first, first + AT_ONCE)
+        steps, values = (None if column is None else column[some] for column in (decoded.steps, decoded.values))
+        yield replace(decoded, positions=decoded.positions[some], steps=steps, values=values)
 
 
 def _stage_region(
@@ -148,7 +184,7 @@ def _stage_region(
     memory: LiveMemory,
     draft: Draft,
 ) -> None:
-    """The part of a block that lands in one region."""
+    """What of these changes of a block lands in one region."""
     dtype = block.spec.dtype
     selected, targets = native.map_positions(
         decoded.positions, block.start, region.sizes, region.source_offset, region.source_strides, region.target_strides

@@ -24,6 +24,7 @@ from vllm_delta_sync.store import Store
 from vllm_delta_sync.trainer import base as bases
 from vllm_delta_sync.trainer import source
 from vllm_delta_sync.trainer.snapshot import Snapshot
+from vllm_delta_sync.trainer.spool import SpooledFiles
 from vllm_delta_sync.wire import state_hash
 from vllm_delta_sync.wire.checkpoint import config_files, open_checkpoint, write_checkpoint
 from vllm_delta_sync.wire.manifest import Manifest
@@ -64,7 +65,7 @@ def begin_run(store: Store, base: bases.Base, anchor: str, threads: int) -> Line
     with tempfile.TemporaryDirectory(prefix="vllm-delta-sync-") as directory:
         files = _write_anchor(Path(directory), base) if upload else []
         writer = LogWriter.create(store, snapshot.lanes, base=base.ref, anchor=files)
-    return Lineage(writer, snapshot, base.aliases, base.files)
+    return Lineage(writer, snapshot, base.aliases, SpooledFiles(base.files))
 
 
 def continue_run(log: DeltaLog, base: GivenBase | None, dtype: torch.dtype | None, threads: int) -> Lineage:
@@ -96,12 +97,12 @@ def continue_run(log: DeltaLog, base: GivenBase | None, dtype: torch.dtype | Non
             snapshot = Snapshot({name: (spec, _own(bits)) for name, (spec, bits) in tensors.items()}, threads)
         if state_hash.state_root(snapshot.lanes) != writer.tip.state_root:
             raise StateHashMismatch(f"{log.store.uri}: rebuilding version {writer.tip.version} gave another state")
-        return Lineage(writer, snapshot, _aliases(base, snapshot), files)
+        return Lineage(writer, snapshot, _aliases(base, snapshot), SpooledFiles(files))
     if log.catalog(writer.pointer).anchors:
         with reconstructed_without_base(log, writer.tip.version) as (replica, beginning):
             files = _files(base, beginning)
             snapshot = Snapshot({name: (spec, _own(bits)) for name, (spec, bits) in replica.tensors.items()}, threads)
-        return Lineage(writer, snapshot, _aliases(base, snapshot), files)
+        return Lineage(writer, snapshot, _aliases(base, snapshot), SpooledFiles(files))
     raise BaseMismatch(
         f"{log.store.uri}: nothing at hand is the base of this run ({'; '.join(refused) or 'none was given'}); give "
         "its checkpoint as base=, or begin a new run without resume"

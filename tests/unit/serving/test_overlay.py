@@ -136,7 +136,7 @@ def test_of_a_block_that_lists_what_did_not_change_only_what_differs_is_staged(e
     )  # fmt: skip
     live = Live(before)
     held: list[Region] = [REGION]
-    effect = stage([(block, made.index + made.value)], held, {"w": [0]}, SEEDS, live.memory, 1 << 20)
+    effect = stage([block], [(block, made.index + made.value)], held, {"w": [0]}, SEEDS, live.memory, 1 << 20)
     assert effect.elements == sum(source in (7, 8, 9) for source, _ in pairs(REGION))
     was = live.lanes()
     live.memory.scatter(effect.patches)
