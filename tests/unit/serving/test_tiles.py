@@ -181,7 +181,8 @@ def weights(vocabulary: int) -> dict[str, torch.Tensor]:
     def random(*shape: int) -> torch.Tensor:
         return (torch.randn(shape, generator=generator) * 0.02).to(torch.bfloat16)
 
-    shapes = {"embed": (vocabulary, 64), "q": (128, 64), "k": (64, 64), "v": (64, 64), "o": (64, 128), "bias": (64,)}
+    shapes = {"embed": (vocabulary, 64), "q": (128, 64), "k": (64, 64), "v": (64, 64), "bias": (64,)}
+    shapes["o_proj.weight"] = (64, 128)
     return {name: random(*shape) for name, shape in shapes.items()} | {"norm": random(64), "scale": random()}
 
 
@@ -193,14 +194,9 @@ def train(state: dict[str, torch.Tensor], seed: int) -> None:
         state[name] = moved.to(torch.bfloat16)
 
 
-def by_columns(spec: TensorSpec) -> int:
-    """The dimension that the fleet's ranks split."""
-    return 1 if spec.name == "o" else 0
-
-
 def publish(where: Path, state: dict[str, torch.Tensor], steps: int) -> list[dict[str, torch.Tensor]]:
     states = [dict(state)]
-    with Publisher.open(where, base=state, folds=None, anchors=None, ctx=by_columns) as publisher:
+    with Publisher.open(where, base=state, folds=None, anchors=None) as publisher:
         for step in range(steps):
             train(state, step)
             publisher.publish(state)
@@ -210,8 +206,8 @@ def publish(where: Path, state: dict[str, torch.Tensor], steps: int) -> list[dic
 
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_ranks_follow_a_log_of_ctx_blocks_each_from_its_own_memory(tmp_path: Path, ranks: int) -> None:
-    # 250 tokens are padded to 256, so the last band of the vocabulary is held in part, by one rank, with all there is.
-    base = weights(250)
+    # 4090 tokens are padded to 4096, so the last band is held in part, by one rank, with all there is of it.
+    base = weights(4090)
     states = publish(tmp_path, dict(base), 4)
     served = Following(tmp_path, base, ranks, padding=64)
     assert CTX in {block.codec for hop in served.deltas() for block in served.log.table(hop).blocks}
@@ -222,9 +218,9 @@ def test_ranks_follow_a_log_of_ctx_blocks_each_from_its_own_memory(tmp_path: Pat
 
 
 def test_a_rank_that_holds_a_part_of_a_tile_says_so_and_changes_nothing(tmp_path: Path) -> None:
-    base = weights(250)
+    base = weights(4098)
     publish(tmp_path, dict(base), 1)
-    served = Following(tmp_path, base, 2, padding=2)  # 125 rows each, in the midst of a band of 16
+    served = Following(tmp_path, base, 2, padding=2)  # 2049 rows each, in the midst of a band of 260
     served.join()
     with pytest.raises(BaseNeeded, match=r"'embed'.*only a part of its tile"):
         served.follow()
@@ -232,9 +228,9 @@ def test_a_rank_that_holds_a_part_of_a_tile_says_so_and_changes_nothing(tmp_path
 
 
 def test_a_server_that_holds_parts_of_tiles_goes_by_folds(tmp_path: Path) -> None:
-    base = weights(250)
+    base = weights(4098)
     state, folds = dict(base), FoldSchedule(base=2, levels=1, reach=0)
-    with Publisher.open(tmp_path, base=state, folds=folds, anchors=None, ctx=by_columns) as publisher:
+    with Publisher.open(tmp_path, base=state, folds=folds, anchors=None) as publisher:
         served = Served(tmp_path, base, 2, padding=2)
         for step in range(4):
             train(state, step)

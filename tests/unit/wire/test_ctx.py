@@ -140,6 +140,12 @@ def test_bands_end_where_ranks_split_a_padded_vocabulary() -> None:
     assert edges <= found
 
 
+@pytest.mark.parametrize("size", [24, 80, 100, 576, 1000, 4096, 128256])
+def test_bands_end_wherever_ranks_split_a_dimension_evenly(size: int) -> None:
+    band = ctx_tiles.band_of(size)
+    assert all(size // ranks % band == 0 for ranks in (2, 4, 8, 16) if size % ranks == 0)
+
+
 @given(
     shape=st.lists(st.integers(1, 40), min_size=0, max_size=4).map(tuple),
     band=st.integers(1, 50),
