@@ -61,8 +61,8 @@ def _adaptive(found: Found, model: CtxModel | None) -> EncodedBlock:
 
 def _ctx(found: Found, model: CtxModel | None) -> EncodedBlock:
     part = found.part
-    if model is None:  # only half floats have steps; other tensors of a checkpoint go with absolute values
-        return _gap_abs(found, None)
+    if model is None:  # of a dtype of 8 bytes
+        return _gap(found, None)
     coded = ctx_of(part.spec, found.changes, part.start, Context(model, part.old, split_dim(part.spec)))
     return coded if coded is not None else _dense(found, None)
 

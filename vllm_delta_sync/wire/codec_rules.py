@@ -39,7 +39,8 @@ def violations(
     index, value = raw[:, 0], raw[:, 1]
     size = count * width
     yield ~(dense | gap | gap_abs | ctx), f"its codec is not one of {', '.join(f'{c} {n}' for c, n in NAMES.items())}"
-    yield (gap | ctx) & ~half, "codecs gap and ctx are for BF16 and F16 only"
+    yield gap & ~half, "codec gap is for BF16 and F16 only"
+    yield ctx & (width > 4), "codec ctx is for elements of 1, 2 or 4 bytes"
     yield np.where(ctx, model >= models, model != 0), "it names a model that there is not"
     yield ctx & ((raw != length).any(axis=1) | (index > MAX_HEAD)), "its streams cannot be that long"
     yield dense & ((index != 0) | (length[:, 0] != 0)), "a dense block has no index stream"

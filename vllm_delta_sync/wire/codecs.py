@@ -17,6 +17,7 @@ from vllm_delta_sync.errors import BaseNeeded, DigestMismatch, MalformedObject
 from vllm_delta_sync.native import CtxModel
 from vllm_delta_sync.wire import ctx, dtypes, frames
 from vllm_delta_sync.wire.codec_rules import CTX, DENSE, GAP, GAP_ABS
+from vllm_delta_sync.wire.ctx_order import moved, pattern
 from vllm_delta_sync.wire.frames import Buffer
 from vllm_delta_sync.wire.table import Block
 from vllm_delta_sync.wire.tensors import TensorSpec
@@ -54,7 +55,7 @@ class EncodedBlock:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class DecodedBlock:
-    """Changes of a block: positions u32[n], ascending from its start; steps u16[n] (gap, ctx) or values uW[n]."""
+    """Changes of a block: positions u32[n], ascending from its start; steps u16[n] (of half floats) or values uW[n]."""
 
     codec: int
     positions: npt.NDArray[np.uint32]
@@ -103,11 +104,10 @@ def encode_block(
     changed, width = len(changes.positions), spec.width
     assert 1 <= changed <= count and len(current) == count, f"{spec.name} [{start}, +{count}): {changed} changes"
     size = count * width
-    half = dtypes.by_name(spec.dtype).half
-    coded = ctx_of(spec, changes, start, context) if half and context is not None else None
+    coded = ctx_of(spec, changes, start, context) if context is not None else None
     if coded is not None and not _gap_may_win(spec, changes, coded):
         return coded
-    best = _gap(spec, changes) if half else gap_abs_block(changes.positions, changes.new)
+    best = _sparse(spec, changes)
     if coded is not None and coded.stored <= best.stored:
         return coded
     return best if best.stored < size else dense_block(current, changed)
@@ -120,7 +120,7 @@ def gap_of(changes: native.Changes) -> EncodedBlock:
 
 
 def ctx_of(spec: TensorSpec, changes: native.Changes, start: int, context: Context) -> EncodedBlock | None:
-    """Changes of half floats, n ≥ 1, coded against the values before; None where that takes as much as a dense copy."""
+    """Changes, n ≥ 1, coded against the values before; None where that takes as much as a dense copy."""
     size = context.old.nbytes
     found = ctx.encode(context.model, spec, start, context.old, changes, context.dim, size)
     if found is None or len(found[0]) + len(found[1]) >= size:
@@ -136,7 +136,7 @@ def _gap_may_win(spec: TensorSpec, changes: native.Changes, coded: EncodedBlock)
         return True
     middle = slice(changed // 2, changed // 2 + TRIED)
     positions = changes.positions[middle] - changes.positions[middle.start]
-    trial = _gap(spec, native.Changes(positions, changes.old[middle], changes.new[middle]))
+    trial = _sparse(spec, native.Changes(positions, changes.old[middle], changes.new[middle]))
     return trial.stored * changed * CHEAPER <= coded.stored * len(positions)
 
 
@@ -158,7 +158,10 @@ def dense_block(values: Bits, changed: int) -> EncodedBlock:
     return EncodedBlock(DENSE, changed, b"", np.ascontiguousarray(values).tobytes(), (0, values.nbytes))
 
 
-def _gap(spec: TensorSpec, changes: native.Changes) -> EncodedBlock:
+def _sparse(spec: TensorSpec, changes: native.Changes) -> EncodedBlock:
+    """The smaller one of the codecs that tell of changes alone."""
+    if not dtypes.by_name(spec.dtype).half:
+        return gap_abs_block(changes.positions, changes.new)
     steps = gap_of(changes)
     # Steps of RL updates take a few bits each. Only where they take more than a byte can whole values be the smaller.
     if len(steps.value) <= steps.changed:
@@ -264,11 +267,20 @@ def _decode_ctx(
     assert encoded.model is not None, f"{what}: a ctx block has a model"
     try:
         positions, steps = native.ctx_decode(
-            encoded.model, old, header.grid, header.sizes, header.lanes, data, wanted, encoded.changed
+            encoded.model,
+            pattern(header.dtype, old),
+            header.grid,
+            header.sizes,
+            header.lanes,
+            data,
+            wanted,
+            encoded.changed,
         )
     except MalformedObject as error:
         raise MalformedObject(f"{what}: {error}") from None
-    return DecodedBlock(CTX, positions, steps, None)
+    if header.dtype.half:
+        return DecodedBlock(CTX, positions, steps, None)
+    return DecodedBlock(CTX, positions, None, moved(header.dtype, old[positions], steps))
 
 
 def decode_encoded(

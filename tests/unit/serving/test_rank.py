@@ -116,7 +116,7 @@ def test_a_stray_write_before_staging_is_seen_by_the_hash(tmp_path: Path) -> Non
     fleet.join()
     fleet.models[1].o.data[0, 0] += 1
     fleet.models[0].o.data[0, 0] += 1  # the first element of o changes in every step
-    with pytest.raises(StateHashMismatch, match="'o_proj.weight'"):
+    with pytest.raises(StateHashMismatch, match=r"'o_proj\.weight'"):
         fleet.stage(fleet.deltas()[0])
 
 

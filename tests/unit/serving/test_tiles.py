@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from tests.unit.serving.fleet import Following
 from tests.unit.serving.served import Served
 from vllm_delta_sync import Publisher, kernels, native
-from vllm_delta_sync.errors import BaseNeeded, UnsupportedLayout
+from vllm_delta_sync.errors import BaseNeeded, StateHashMismatch, UnsupportedLayout
 from vllm_delta_sync.log import FoldSchedule
 from vllm_delta_sync.native import Changes, CtxGrid
 from vllm_delta_sync.serving.affine import Box, Region, View, compose
@@ -175,6 +175,14 @@ def test_values_are_read_where_they_lie_and_not_copied() -> None:
     assert found.positions.size and peak < live.nbytes // 4
 
 
+def test_live_values_of_another_version_are_named_and_not_the_log() -> None:
+    block, payload, old, _ = ctx_block(0)
+    live = torch.from_numpy(np.roll(old, 1).view(np.int16)).view(torch.bfloat16).view(ROWS, COLUMNS)
+    memory = LiveMemory([live.view(-1)], kernels.select("auto", torch.device("cpu")))
+    with pytest.raises(StateHashMismatch, match=r"'w'.*not those of the version before"):
+        TileReader([region(live, (0, 0), (ROWS, COLUMNS), 0, "BF16")], memory).decode(block, payload, [0])
+
+
 def weights(vocabulary: int) -> dict[str, torch.Tensor]:
     generator = torch.Generator().manual_seed(1)
 
@@ -238,6 +246,6 @@ def test_a_server_that_holds_parts_of_tiles_goes_by_folds(tmp_path: Path) -> Non
             publisher.wait()
             served.look(5.0)
     for _ in range(4):
-        served.look(5.0)
+        served.look(60.0)  # after all it waits between attempts
     assert served.serves(state) and served.status.served == 4 and 1 not in served.passed
     assert set(served.status.failures) == {"base_needed"}

@@ -220,7 +220,7 @@ def test_rows_that_lie_about_a_ctx_block_are_refused() -> None:
         "its streams": {"blocks.raw": sound["blocks.raw"] + 1},
         "classes": {"models.classes": sound["models.classes"] + 1},
         "frequencies do not add up": {"models.gaps": np.roll(sound["models.gaps"], 1) + 1},
-        "gap and ctx are for": {"tensors.dtype": np.array([7], np.uint8)},
+        "ctx is for elements": {"tensors.dtype": np.array([9], np.uint8)},
     }
     assert VersionTable.from_bytes(frames.compress(columns.pack(sound))).blocks[0].model is not None
     for why, forged in lies.items():
