@@ -14,8 +14,10 @@ import numpy.typing as npt
 from vllm_delta_sync import native
 from vllm_delta_sync.errors import BaseNeeded
 from vllm_delta_sync.wire import dtypes
-from vllm_delta_sync.wire.codec_rules import CTX, DENSE, GAP, SLACK_BYTES
-from vllm_delta_sync.wire.codecs import EncodedBlock, decode_encoded, dense_block, gap_abs_block, gap_block
+from vllm_delta_sync.wire.codec_rules import BITMAP, CTX, DENSE, GAP, SLACK_BYTES
+from vllm_delta_sync.wire.codecs import decode_encoded, dense_block
+from vllm_delta_sync.wire.encoded import EncodedBlock
+from vllm_delta_sync.wire.sparse import gap_abs_block, gap_block, smaller_index
 from vllm_delta_sync.wire.tensors import TensorSpec
 
 Bits = npt.NDArray[Any]  # unsigned integers of a dtype's width
@@ -64,7 +66,7 @@ def hold(spec: TensorSpec, start: int, count: int, encoded: EncodedBlock, change
             return encode(spec, start, count, change) or Held(start, count, encoded)
         except BaseNeeded:  # as steps it is larger than a dense copy; it can be in no fold
             return Held(start, count, encoded)
-    beside = gap_block(changes.positions, _steps_of(changes)) if half and encoded.codec != GAP else None
+    beside = gap_block(changes.positions, _steps_of(changes)) if half and encoded.codec not in (GAP, BITMAP) else None
     return Held(start, count, encoded, beside)
 
 
@@ -97,13 +99,16 @@ def encode(spec: TensorSpec, start: int, count: int, change: Change) -> Held | N
     if not change.positions.size:
         return None
     size = count * spec.width
-    steps = gap_block(change.positions, change.steps) if change.steps is not None else None
+    steps = None
+    if change.steps is not None:
+        steps = smaller_index(gap_block(change.positions, change.steps), change.positions, count)
     # As in wire.codecs: only where steps take more than a byte each can values be the smaller.
     if steps is not None and len(steps.value) <= steps.changed and steps.stored <= size:
         return Held(start, count, steps)
     choices = [] if steps is None else [steps]
     if change.values is not None:
-        choices.append(gap_abs_block(change.positions, change.values))
+        values = gap_abs_block(change.positions, change.values)
+        choices.append(smaller_index(values, change.positions, count))
     whole = change.values if change.positions.size == count else change.whole
     if whole is not None:
         choices.append(dense_block(whole, count))

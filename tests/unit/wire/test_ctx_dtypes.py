@@ -13,8 +13,9 @@ from vllm_delta_sync import native
 from vllm_delta_sync.log import compose
 from vllm_delta_sync.native import Changes, CtxModel
 from vllm_delta_sync.wire import codec_rules, ctx, ctx_tiles, dtypes
-from vllm_delta_sync.wire.codecs import Context, EncodedBlock, decode_block, dense_block, encode_block, gap_abs_block
+from vllm_delta_sync.wire.codecs import Context, EncodedBlock, decode_block, dense_block, encode_block
 from vllm_delta_sync.wire.ctx_order import moved, pattern
+from vllm_delta_sync.wire.sparse import gap_abs_block
 from vllm_delta_sync.wire.table import Block, VersionTable
 from vllm_delta_sync.wire.tensors import TensorSpec
 
