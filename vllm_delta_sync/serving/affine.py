@@ -54,6 +54,25 @@ class Box:
         """One more than the last position."""
         return self.offset + 1 + sum((n - 1) * s for n, s in zip(self.sizes, self.strides, strict=True))
 
+    def rank(self, positions: NDArray[np.int64]) -> NDArray[np.int64]:
+        """How many of the box's positions are below each of the given ones, int64 of their shape."""
+        rest = np.maximum(positions - self.offset, 0)
+        below, inner = np.zeros_like(rest), self.numel
+        for size, stride in zip(self.sizes, self.strides, strict=True):
+            inner //= size
+            index = np.minimum(rest // stride, size)
+            below += index * inner
+            rest = np.where(index < size, rest - index * stride, 0)
+        return below + (rest > 0)
+
+    def positions(self, ranks: NDArray[np.int64]) -> NDArray[np.int64]:
+        """The positions below which there are so many of the box, each of `ranks` below `numel`."""
+        found, inner = np.full_like(ranks, self.offset), self.numel
+        for size, stride in zip(self.sizes, self.strides, strict=True):
+            inner //= size
+            found += ranks // inner % size * stride
+        return found
+
     @classmethod
     def of(cls, view: View) -> Box:
         """The canonical box of a non-empty view; raises UnsupportedLayout when positions repeat or are not nested."""

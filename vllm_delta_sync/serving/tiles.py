@@ -5,28 +5,38 @@ Reads live memory, writes none. Does not fetch, and does not know what becomes o
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
 
 import numpy as np
-import numpy.typing as npt
 
-from vllm_delta_sync.errors import BaseNeeded
-from vllm_delta_sync.native.types import Bits
+from vllm_delta_sync.errors import BaseNeeded, MalformedObject, StateHashMismatch
+from vllm_delta_sync.native import CtxGrid
+from vllm_delta_sync.native.types import I64, U8, Bits
 from vllm_delta_sync.serving.affine import Box, Region
 from vllm_delta_sync.serving.memory import LiveMemory
 from vllm_delta_sync.wire import dtypes
-from vllm_delta_sync.wire.codecs import DecodedBlock, ctx_header, decode_tiles, encoded_of
+from vllm_delta_sync.wire.codecs import (
+    DecodedBlock,
+    ctx_header,
+    decode_tiles,
+    decode_window,
+    encoded_of,
+)
+from vllm_delta_sync.wire.ctx import CtxHeader
 from vllm_delta_sync.wire.frames import Buffer
 from vllm_delta_sync.wire.table import Block
-
-Flags = npt.NDArray[np.uint8]
 
 
 class TileReader:
     """Decodes ctx blocks, which come tensor by tensor; keeps what it read of the last tensor only.
 
+    Where a region holds the same columns of each row of a block, its elements are decoded against as they lie: in live
+    memory itself, if that is the host's and nothing lies between them. Else a block of old values is put together.
+
     Args:
-        regions: the rank's layout.
+        regions: the rank's layout; the elements of two regions of a tensor are the same, or none are.
         memory: where old values are read.
     """
 
@@ -41,46 +51,108 @@ class TileReader:
 
         Raises:
             BaseNeeded: a tile that changes is held in part.
+            StateHashMismatch: the live values are not those that the block was made from.
             DigestMismatch, MalformedObject: the block is not what its table states.
         """
         what = f"block {block}"
         encoded = encoded_of(block, payload)
         header = ctx_header(block.spec, block.start, block.count, encoded, what)
-        old, have = self._old(block, held)
-        grid = have.reshape(header.grid.rows, header.grid.row_length)
-        wanted = np.zeros(header.grid.tiles, np.uint8)
-        for tile, (row, rows, column, columns) in enumerate(header.grid.boxes.tolist()):
-            part = grid[row : row + rows, column : column + columns]
-            if not header.sizes[tile] or not part.any():
-                continue
-            if not part.all():
-                raise BaseNeeded(
-                    f"{what}: this rank holds only a part of its tile of rows {row} to {row + rows - 1} and columns "
-                    f"{column} to {column + columns - 1}, and codec ctx is decoded against all of a tile's old values; "
-                    "serve with 1, 2, 4, 8 or 16 ranks, or publish without ctx"
-                )
-            wanted[tile] = 1
-        return decode_tiles(header, encoded, old, wanted, what)
-
-    def _old(self, block: Block, held: Sequence[int]) -> tuple[Bits, Flags]:
-        """A block's bits uW[count], and which of them, u8[count], are known."""
         if block.spec.name != self._tensor:
             self._tensor, self._elements = block.spec.name, {}
-        old = np.zeros(block.count, dtypes.by_name(block.spec.dtype).bits)
-        have = np.zeros(block.count, np.uint8)
+        boxes: dict[Box, int] = {}
         for index in held:
-            region = self._regions[index]
-            if index not in self._elements:
-                self._elements[index] = self._memory.elements(region, block.spec.dtype)
-            fill(region.source, self._elements[index], block.start, old, have)
-        return old, have
+            boxes.setdefault(self._regions[index].source, index)
+        if len(boxes) == 1:
+            ((box, index),) = boxes.items()
+            found = columns_of(box, block.start, header.grid.rows, header.grid.row_length)
+            window = header.window(found.first, found.count) if found is not None else None
+            if found is not None and window is not None:
+                old = self._read(block, index)[found.rank : found.rank + window.header.grid.elements]
+                return _sound(lambda: decode_window(window, encoded, old, what))
+        wanted = _held_tiles(header, tuple(boxes), block.start, what)
+        old = self._put_together(block, boxes if wanted.any() else {})
+        return _sound(lambda: decode_tiles(header, encoded, old, wanted, what))
+
+    def _read(self, block: Block, index: int) -> Bits:
+        if index not in self._elements:
+            self._elements[index] = self._memory.elements(self._regions[index], block.spec.dtype)
+        return self._elements[index]
+
+    def _put_together(self, block: Block, boxes: dict[Box, int]) -> Bits:
+        old = np.zeros(block.count, dtypes.by_name(block.spec.dtype).bits)
+        for box, index in boxes.items():
+            fill(box, self._read(block, index), block.start, old)
+        return old
 
 
-def fill(box: Box, elements: Bits, start: int, old: Bits, have: Flags) -> None:
-    """Copy the elements uW[box.numel] of a box to old uW[count], which are positions start … start+count−1 of a tensor.
+def _sound(decode: Callable[[], DecodedBlock]) -> DecodedBlock:
+    """What decoding gives of a block whose digest is right: where it fails, it is the old values that are wrong."""
+    try:
+        return decode()
+    except MalformedObject as error:
+        raise StateHashMismatch(
+            f"{error}: it cannot be decoded against the live weights, so they are not those of the version before; "
+            "nothing was written"
+        ) from None
 
-    Sets have u8[count] to 1 where it did.
+
+@dataclass(frozen=True, slots=True)
+class Columns:
+    """What a box holds of a block: the same columns of each of its rows."""
+
+    first: int
+    count: int
+    rank: int  # of the first element among those of the box
+
+
+@lru_cache(maxsize=1 << 14)  # as everything here, the same in every version
+def columns_of(box: Box, start: int, rows: int, row_length: int) -> Columns | None:
+    """Which columns of a block a box holds; None where it holds nothing of it, or other columns of other rows.
+
+    Args:
+        start: position in the tensor of the first of the block's `rows` rows of `row_length` elements.
     """
+    edges = start + row_length * np.arange(rows + 1)
+    ranks = box.rank(edges)
+    count = int(ranks[1] - ranks[0])
+    if not count or (np.diff(ranks) != count).any():
+        return None
+    firsts, lasts = box.positions(ranks[:-1]) - edges[:-1], box.positions(ranks[1:] - 1) - edges[:-1]
+    if (firsts != firsts[0]).any() or (lasts != firsts[0] + count - 1).any():
+        return None
+    return Columns(int(firsts[0]), count, int(ranks[0]))
+
+
+def _held_tiles(header: CtxHeader, boxes: tuple[Box, ...], start: int, what: str) -> U8:
+    """The tiles with changes that disjoint boxes hold, u8[T]; BaseNeeded if one of them is held in part."""
+    held, whole = held_of_tiles(header.grid, boxes, start), header.grid.boxes[:, 1] * header.grid.boxes[:, 3]
+    changed = header.sizes > 0
+    torn = np.flatnonzero(changed & (held > 0) & (held < whole))
+    if torn.size:
+        row, rows, column, columns = header.grid.boxes[torn[0]].tolist()
+        raise BaseNeeded(
+            f"{what}: this rank holds only a part of its tile of rows {row} to {row + rows - 1} and columns "
+            f"{column} to {column + columns - 1}, and codec ctx is decoded against all of a tile's old values; "
+            "serve with 1, 2, 4, 8 or 16 ranks, or publish without ctx"
+        )
+    return np.asarray(changed & (held == whole), np.uint8)
+
+
+@lru_cache(maxsize=1 << 12)
+def held_of_tiles(grid: CtxGrid, boxes: tuple[Box, ...], start: int) -> I64:
+    """How many elements of each tile are in one of the boxes, which are disjoint; int64[T]."""
+    rows = start + grid.row_length * np.arange(grid.rows)
+    found = []
+    for (column, columns), height in zip(grid.strips.tolist(), grid.tile_rows.tolist(), strict=True):
+        inside = np.zeros(grid.rows, np.int64)
+        for box in boxes:
+            inside += box.rank(rows + column + columns) - box.rank(rows + column)
+        found.append(np.add.reduceat(inside, np.arange(0, grid.rows, height)))
+    return np.concatenate(found)
+
+
+def fill(box: Box, elements: Bits, start: int, old: Bits) -> None:
+    """Copy the elements uW[box.numel] of a box to old uW[count], positions start … start+count−1 of a tensor."""
     run, step = (box.sizes[-1], box.strides[-1]) if box.sizes else (1, 1)
     starts = np.array([box.offset], np.int64)
     for size, stride in zip(box.sizes[:-1], box.strides[:-1], strict=True):
@@ -92,4 +164,3 @@ def fill(box: Box, elements: Bits, start: int, old: Bits, have: Flags) -> None:
         low, high = max(0, -(begin // step)), min(run, -((begin - old.size) // step))
         places = slice(begin + low * step, begin + (high - 1) * step + 1, step)
         old[places] = elements[index * run + low : index * run + high]
-        have[places] = 1
