@@ -1,12 +1,16 @@
-// Fuzzes the `ctx` decoder: whatever the bytes are, it stays inside what it was given, and what was encoded comes back.
+// Fuzzes the `ctx` decoder: whatever the bytes are, it stays inside what it was given, and what was encoded comes back. Where
+// VDS_FUZZ_DEVICE is defined, so does the device's, run on the host, which refuses the same and finds the same. That is slower.
 // An input is ten bytes that choose a block, a model and changes, then either the tiles' bytes, or edits of sound ones.
 #include <algorithm>
 #include <cstdint>
 #include <cstdlib>
 #include <cstring>
+#include <memory>
+#include <numeric>
 #include <vector>
 
-#include "../ctx_format.h"
+#include "../ctx_decode.h"
+#include "../host_team.h"
 
 extern "C" {
 int64_t vds_ctx_model_size(int);
@@ -51,7 +55,13 @@ void frequencies(Random& random, uint16_t* table, int symbols, int reserved) {
   table[random.below(4)] += static_cast<uint16_t>(left);
 }
 
-std::vector<char> model_of(Random& random, int classes) {
+// A model as either decoder wants it.
+struct Statistics {
+  std::vector<char> model;
+  std::vector<ClassRow> rows;
+};
+
+Statistics model_of(Random& random, int classes) {
   std::vector<uint8_t> last;
   for (int context = 0; context < kContexts - 1 && static_cast<int>(last.size()) < classes - 1; ++context)
     if (random.below(kContexts) < classes || kContexts - 1 - context <= classes - 1 - static_cast<int>(last.size()))
@@ -64,13 +74,54 @@ std::vector<char> model_of(Random& random, int classes) {
   }
   std::vector<char> model(static_cast<size_t>(vds_ctx_model_size(static_cast<int>(last.size()))));
   if (vds_ctx_model(static_cast<int>(last.size()), last.data(), gaps.data(), steps.data(), model.data()) != 0) abort();
-  return model;
+  std::vector<ClassRow> rows(last.size());
+  for (size_t c = 0; c < last.size(); ++c) {
+    std::copy_n(&gaps[c * kGapSymbols], kGapSymbols, rows[c].gaps);
+    std::copy_n(&steps[c * kStepSymbols], kStepSymbols, rows[c].steps);
+    rows[c].last = last[c];
+  }
+  return {model, rows};
 }
+
+#if defined(VDS_FUZZ_DEVICE)
+// What the device finds in the tiles of a block, one to a strip, in order; -1 where it refuses one.
+template <typename T>
+int64_t decode_on_device(const std::vector<ClassRow>& rows, const std::vector<T>& old, int64_t height, const std::vector<int64_t>& strips,
+                         const std::vector<int64_t>& sizes, const std::vector<uint8_t>& data, int64_t capacity,
+                         std::vector<uint32_t>& positions, std::vector<T>& steps) {
+  const BlockJob block{0, capacity, 0, static_cast<int64_t>(rows.size())};
+  const auto shared = std::make_unique<Shared>();
+  std::vector<uint32_t> found(static_cast<size_t>(capacity));
+  std::vector<T> moved(static_cast<size_t>(capacity));
+  Outcome outcome{};
+  int64_t at = 0;
+  for (size_t t = 0; t < sizes.size(); ++t) {
+    const int64_t size = sizes[t] >> 1;
+    const std::vector<uint8_t> exact(data.begin() + at, data.begin() + at + size);  // so that its end is seen
+    const TileJob job{reinterpret_cast<int64_t>(old.data()), static_cast<int64_t>(old.size()) / height, 0, height, strips[2 * t],
+                      strips[2 * t + 1], reinterpret_cast<int64_t>(exact.data()), sizes[t], 0};
+    if (size > 0) run_tile(job, &block, rows.data(), &outcome, found.data(), moved.data(), *shared, vds::HostTeam<kTeam>{});
+    at += size;
+  }
+  if (outcome.faults != 0) return -1;
+  std::vector<size_t> order(outcome.found);
+  std::iota(order.begin(), order.end(), 0);
+  std::sort(order.begin(), order.end(), [&](size_t a, size_t b) { return found[a] < found[b]; });
+  positions.clear();
+  steps.clear();
+  for (const size_t i : order) {
+    positions.push_back(found[i]);
+    steps.push_back(moved[i]);
+  }
+  return static_cast<int64_t>(outcome.found);
+}
+#endif
 
 template <typename T>
 void run(const uint8_t* header, const uint8_t* body, size_t size) {
   Random random{static_cast<uint64_t>(header[0]) << 8 | header[1]};
-  const std::vector<char> model = model_of(random, 1 + header[2] % 16);
+  const Statistics statistics = model_of(random, 1 + header[2] % 16);
+  const std::vector<char>& model = statistics.model;
   const int64_t rows = 1 + header[3] % 16;
   std::vector<int64_t> strips;
   int64_t row_length = 0;
@@ -110,8 +161,19 @@ void run(const uint8_t* header, const uint8_t* body, size_t size) {
     std::vector<T> steps(static_cast<size_t>(capacity));
     std::vector<char> memory(static_cast<size_t>(vds_ctx_scratch_size(elements, count, count, capacity)));
     found.assign(static_cast<size_t>(capacity), 0);
-    return vds_ctx_decode(sizeof(T), model.data(), old.data(), rows, row_length, strips.data(), count, sizes.data(), wanted.data(),
-                          exact.data(), memory.data(), found.data(), steps.data(), capacity);
+    const int64_t total = vds_ctx_decode(sizeof(T), model.data(), old.data(), rows, row_length, strips.data(), count, sizes.data(),
+                                         wanted.data(), exact.data(), memory.data(), found.data(), steps.data(), capacity);
+#if defined(VDS_FUZZ_DEVICE)
+    std::vector<uint32_t> positions;
+    std::vector<T> moved;
+    if (decode_on_device(statistics.rows, old, rows, strips, sizes, bytes, capacity, positions, moved) != total) abort();
+    if (total >= 0) {
+      found.resize(static_cast<size_t>(total));
+      steps.resize(static_cast<size_t>(total));
+      if (positions != found || moved != steps) abort();
+    }
+#endif
+    return total;
   };
   std::vector<uint32_t> found;
   if (decode(coded, n, found) != n || found != positions) abort();

@@ -1,7 +1,7 @@
 """The kernels on a GPU: are they right to the bit, and how near are they to what its memory can do?
 
-Needs torch and numpy, and neither vLLM nor a network: `make gpu-check` runs it on a bare machine. Does not time
-decoding and diffing: the CPU does those (`bench encode`).
+Needs torch and numpy, and neither vLLM nor a network: `make gpu-check` runs it on a bare machine. Does not fetch or
+publish anything.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import json
 import statistics
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 
@@ -19,14 +19,16 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from vllm_delta_sync import kernels, native
+from vllm_delta_sync import kernels
+from vllm_delta_sync.bench import gpu_data, gpu_parity
+from vllm_delta_sync.bench.gpu_parity import SEED
 from vllm_delta_sync.errors import ConfigError
-from vllm_delta_sync.native import Seed
+from vllm_delta_sync.kernels.ctx import Launch
+from vllm_delta_sync.native import cuda as native_cuda
 
-SEED = Seed(0x0123456789ABCDEF, 0xFEDCBA9876543210)
 PIECE = 1 << 30  # elements of one live tensor; offsets within it are 32-bit
 SECTOR_BYTES = 32  # the least that a GPU's memory reads or writes
-_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+BLOCK = 1 << 22  # elements of a ctx block
 
 
 @dataclass(frozen=True)
@@ -36,9 +38,22 @@ class KernelSpeed:
     name: str
     reason: str
     commit_us_per_million: float  # compare and write, per 10⁶ changed elements
-    commit_over_limit: float  # that over the time in which one sector per element is read and written at copy_gb_s
+    commit_over_limit: float  # that over sectors_us_per_million
     hash_gb_s: float
     hash_share: float  # of copy_gb_s
+    diff_gb_s: float  # bytes of both states; what differs is written out besides
+    diff_share: float
+    decode: DecodeSpeed | None  # None where the host decodes
+
+
+@dataclass(frozen=True)
+class DecodeSpeed:
+    """Decoding ctx tiles against weights on the device, in dense bytes of those; medians."""
+
+    changed: int  # elements
+    gb_s: float  # the kernel
+    share: float  # of copy_gb_s
+    whole_gb_s: float  # with what the host prepares, putting changes in order, and bringing them to the host
 
 
 @dataclass(frozen=True)
@@ -50,6 +65,7 @@ class GpuFigures:
     elements: int  # bf16
     changed: int
     copy_gb_s: float  # bytes read and bytes written, 10⁹ a second
+    sectors_us_per_million: float  # to read and to write 10⁶ of SECTOR_BYTES at that speed: the limit of a commit
     backends: tuple[KernelSpeed, ...]
 
 
@@ -78,49 +94,9 @@ def backends(device: torch.device) -> list[kernels.Backend]:
 def check(device: torch.device, most: int) -> int:
     """Compare every backend with the C library (or numpy) bit by bit, at sizes up to `most` elements.
 
-    Returns how many comparisons were made.
-
-    Raises:
-        AssertionError: a kernel gives other bits; the message names it.
+    Returns how many comparisons were made. Raises AssertionError as `gpu_parity.check` does.
     """
-    rng = np.random.default_rng(0)
-    made = 0
-    for backend in backends(device):
-        for width in _INTEGERS:
-            for n in sorted({1, 31, 1024, 1025, most}):
-                made += _check_hash(backend, width, n, rng) + _check_scatter(backend, width, n, rng)
-    return made
-
-
-def _check_hash(backend: kernels.Backend, width: int, n: int, rng: np.random.Generator) -> int:
-    bits = rng.integers(0, 256, n * width, np.uint8).view(f"u{width}")
-    live = torch.from_numpy(bits.view(np.uint8)).view(_INTEGERS[width]).to(backend.device)
-    for start in (0, 1023, 2**33 + 5):
-        wanted = native.hash_run(bits, start, SEED)
-        found = backend.hash(live, start, SEED)
-        assert np.array_equal(found, wanted), f"{backend.name}: hash of {n} elements of {width} bytes from {start}"
-    return 3
-
-
-def _check_scatter(backend: kernels.Backend, width: int, n: int, rng: np.random.Generator) -> int:
-    what = f"{backend.name}: scatter of {n} elements of {width} bytes"
-    host = torch.from_numpy(rng.integers(0, 256, 3 * n * width, np.uint8)).view(_INTEGERS[width])
-    live = host.clone().to(backend.device)
-    places = torch.from_numpy(np.sort(rng.choice(3 * n, n, replace=False)).astype(np.int32))
-    expected = host[places.long()]
-    values = expected ^ 1
-    columns = [column.to(backend.device) for column in (places, expected, values)]
-    segments = torch.tensor([[0, 0, 0, n]], device=backend.device)
-    assert int(backend.scatter_([live], segments, *columns)) == -1, f"{what}: live bits were not found as expected"
-    wanted = host.clone()
-    wanted[places.long()] = values
-    assert torch.equal(live.cpu(), wanted), f"{what}: other bits were written"
-    stray = n // 2  # whose live bits are `values` now, so that all before it have to be put right first
-    columns[1] = columns[2].clone()
-    columns[1][stray] ^= 4
-    assert int(backend.scatter_([live], segments, *columns)) == stray, f"{what}: a stray write was not found"
-    assert torch.equal(live.cpu(), wanted), f"{what}: something was written although a live element was not as expected"
-    return 4
+    return sum(gpu_parity.check(backend, most) for backend in backends(device))
 
 
 def measure(device: torch.device, elements: int, density: float, rounds: int = 7) -> GpuFigures:
@@ -129,25 +105,30 @@ def measure(device: torch.device, elements: int, density: float, rounds: int = 7
     live = [torch.randint(-(2**15), 2**15, (n,), dtype=torch.int16, device=device) for n in _pieces(elements)]
     updates = [_update(piece, density) for piece in live]
     changed = sum(update.offsets.numel() for update in updates)
-    speeds = []
+    new = live[0].clone()
+    new[updates[0].offsets.long()] = updates[0].values
+    speeds, sector = [], 2 * SECTOR_BYTES / copy
     for backend in backends(device):
         if backend.name.startswith("reference"):
             continue
         commit = _seconds(device, rounds, partial(_there_and_back, backend, live, updates)) / 2
         passes = _seconds(device, rounds, partial(_hash_all, backend, live))
-        limit = changed * 2 * SECTOR_BYTES / copy
+        compare = _seconds(device, rounds, partial(backend.diff, live[0], new, False))
         speeds.append(
             KernelSpeed(
                 name=backend.name,
                 reason=backend.reason,
                 commit_us_per_million=commit * 1e12 / changed,
-                commit_over_limit=commit / limit,
+                commit_over_limit=commit / (changed * sector),
                 hash_gb_s=elements * 2 / passes / 1e9,
                 hash_share=elements * 2 / passes / copy,
+                diff_gb_s=2 * new.nbytes / compare / 1e9,
+                diff_share=2 * new.nbytes / compare / copy,
+                decode=_decode_speed(backend, min(elements, PIECE), density, rounds, copy),
             )
         )
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else str(device)
-    return GpuFigures(name, torch.__version__, elements, changed, copy / 1e9, tuple(speeds))
+    return GpuFigures(name, torch.__version__, elements, changed, copy / 1e9, sector * 1e12, tuple(speeds))
 
 
 def _pieces(elements: int) -> Iterator[int]:
@@ -178,6 +159,36 @@ def _there_and_back(backend: kernels.Backend, live: list[Tensor], updates: list[
 def _hash_all(backend: kernels.Backend, live: list[Tensor]) -> None:
     for piece in live:
         backend.state_hash(piece, 0, SEED)
+
+
+def _decode_speed(
+    backend: kernels.Backend, elements: int, density: float, rounds: int, copy: float
+) -> DecodeSpeed | None:
+    """On one block of weights again and again: its tiles are as far apart in memory as those of many blocks."""
+    if backend.decode_tiles is None:
+        return None
+    old, changes = gpu_data.weights(min(elements, BLOCK), density)
+    times = max(1, elements // BLOCK)
+    one = gpu_data.coded(old, changes, gpu_data.row(old.size), backend.device)
+    live = one.old.repeat(times)
+    blocks = [replace(one, old=live[i * old.size : (i + 1) * old.size]) for i in range(times)]
+    whole = _seconds(backend.device, rounds, partial(backend.decode_tiles, blocks))
+    launch = Launch(blocks)
+    library = _library()
+    stream = torch.cuda.current_stream(backend.device).cuda_stream if backend.device.type == "cuda" else 0
+    kernel = _seconds(backend.device, rounds, partial(launch.run, library, stream))
+    for found in launch.results():
+        assert found is not None and np.array_equal(found[0], changes.positions), "tiles were decoded to other changes"
+    return DecodeSpeed(
+        changed=times * changes.positions.size,
+        gb_s=live.nbytes / kernel / 1e9,
+        share=live.nbytes / kernel / copy,
+        whole_gb_s=live.nbytes / whole / 1e9,
+    )
+
+
+def _library() -> native_cuda.CudaLibrary:
+    return native_cuda.CudaLibrary(native_cuda.find())
 
 
 def _copy_speed(device: torch.device, elements: int, rounds: int) -> float:

@@ -1,4 +1,4 @@
-"""The device kernels as torch operators: patch live weights, hash them.
+"""The device kernels as torch operators: patch live weights, hash them, find what changed.
 
 Importing it registers `torch.ops.vllm_delta_sync`. Does not know the log, the store or vLLM.
 """
@@ -6,6 +6,7 @@ Importing it registers `torch.ops.vllm_delta_sync`. Does not know the log, the s
 from __future__ import annotations
 
 from vllm_delta_sync.kernels import ops
-from vllm_delta_sync.kernels.backend import Backend, Patch, Policy, select
+from vllm_delta_sync.kernels.backend import Backend, DecodeTiles, Patch, Policy, Prepared, select
+from vllm_delta_sync.kernels.ctx import CodedBlock
 
-__all__ = ["Backend", "Patch", "Policy", "ops", "select"]
+__all__ = ["Backend", "CodedBlock", "DecodeTiles", "Patch", "Policy", "Prepared", "ops", "select"]

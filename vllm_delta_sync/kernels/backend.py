@@ -1,4 +1,4 @@
-"""Which implementation of the kernels serves a device, and why; and the calls on it that take and return host data.
+"""Which implementation of the kernels serves a device, and why; and the calls on it that take or return host data.
 
 Does not decide per call: a backend is selected once and kept.
 """
@@ -6,6 +6,7 @@ Does not decide per call: a backend is selected once and kept.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import cache
 from typing import Literal, Protocol, get_args
@@ -16,7 +17,9 @@ from torch import Tensor
 
 from vllm_delta_sync import native
 from vllm_delta_sync.errors import ConfigError
-from vllm_delta_sync.kernels import cpu, cuda, reference, triton
+from vllm_delta_sync.kernels import cpu, ctx, cuda, reference, triton
+from vllm_delta_sync.kernels.ctx import CodedBlock, Decoded
+from vllm_delta_sync.kernels.upload import pinned, to_device
 from vllm_delta_sync.native import cuda as native_cuda
 from vllm_delta_sync.native.library import Loaded
 from vllm_delta_sync.native.types import I64, U32, Bits, Seed
@@ -24,6 +27,8 @@ from vllm_delta_sync.native.types import I64, U32, Bits, Seed
 Policy = Literal["auto", "native", "triton", "reference"]
 Scatter = Callable[[Sequence[Tensor], Tensor, Tensor, Tensor, Tensor], Tensor]
 StateHash = Callable[[Tensor, int, Seed], Tensor]
+Diff = Callable[[Tensor, Tensor, bool], tuple[Tensor, Tensor, Tensor]]
+DecodeTiles = Callable[[Sequence[CodedBlock]], list[Decoded | None]]
 
 
 class Patch(Protocol):
@@ -39,6 +44,33 @@ class Patch(Protocol):
     def values(self) -> Bits: ...
 
 
+@dataclass(frozen=True, eq=False)
+class Prepared:
+    """A patch where the kernels read it: the columns are those of the `scatter_` op.
+
+    Of a GPU they are on the device or, but for segments, in pinned memory.
+    """
+
+    segments: Tensor  # i64 [S, 4]
+    offsets: Tensor  # i32 [n]
+    expected: Tensor  # [n]; together with the others it is what undoes the patch
+    values: Tensor  # [n]
+
+    @property
+    def elements(self) -> int:
+        """Live elements that it writes."""
+        return self.values.numel()
+
+    @property
+    def width(self) -> int:
+        """Bytes of each."""
+        return self.values.element_size()
+
+    def reversed(self) -> Prepared:
+        """What takes it back."""
+        return Prepared(self.segments, self.offsets, self.values, self.expected)
+
+
 @dataclass(frozen=True)
 class Backend:
     """One implementation of the kernels for one kind of device."""
@@ -46,21 +78,45 @@ class Backend:
     name: str  # "native (avx2)", "native (cuda)", "triton" or "reference (torch)"
     reason: str  # why this one
     device: torch.device
-    scatter_: Scatter  # the op of that name, on tensors of `device`
+    scatter_: Scatter  # the op of that name, on tensors of `device`; so are the two below
     state_hash: StateHash
+    diff: Diff
+    decode_tiles: DecodeTiles | None  # `kernels.ctx.decode`; None where the host decodes
 
-    def scatter(self, targets: Sequence[Tensor], patch: Patch) -> int:
+    def prepare(self, patch: Patch) -> Prepared:
+        """Bring a patch to where the kernels read it, through pinned memory; on a CPU it stays where it is.
+
+        Waits until it is there, so that whoever scatters it may do so on any stream. Where a GPU has no room for it,
+        it stays in pinned memory, and its commit takes as long as the bus does.
+        """
+        columns = (patch.offsets, patch.expected, patch.values)
+        segments = to_device(patch.segments, self.device)
+        try:
+            prepared = Prepared(segments, *(to_device(column, self.device) for column in columns))
+        except torch.OutOfMemoryError:
+            prepared = Prepared(segments, *(pinned(column) for column in columns))
+        if self.device.type == "cuda":
+            torch.cuda.current_stream(self.device).synchronize()
+        return prepared
+
+    def scatter(self, targets: Sequence[Tensor], patch: Prepared) -> int:
         """Write a patch over targets that hold `expected`, or nothing at all.
 
         Returns −1, or the index of the first element that is not as expected; then nothing was written. Waits for the
         result, so that whoever reads the targets afterwards, on any stream, sees it.
         """
-        integer = targets[0].dtype if targets else torch.int16
-        columns = [torch.from_numpy(patch.segments), torch.from_numpy(patch.offsets.view(np.int32))]
-        columns += [
-            torch.from_numpy(bits.view(f"i{bits.itemsize}")).view(integer) for bits in (patch.expected, patch.values)
-        ]
-        return int(self.scatter_(targets, *(column.to(self.device) for column in columns)))
+        return int(self.scatter_(targets, patch.segments, patch.offsets, patch.expected, patch.values))
+
+    def aside(self) -> AbstractContextManager[object]:
+        """Within it the device works on a stream of its own: it does not wait for the model's steps, nor they for it.
+
+        What was queued on the default stream before comes first.
+        """
+        if self.device.type != "cuda":
+            return nullcontext()
+        side = _side_stream(self.device)
+        side.wait_stream(torch.cuda.default_stream(self.device))
+        return torch.cuda.stream(side)
 
     def hash(self, bits: Tensor, start: int, seed: Seed) -> U32:
         """Lanes u32 [4] of elements start … start+n−1; bits: a contiguous 1-D tensor of `device`."""
@@ -114,11 +170,13 @@ def _native(device: torch.device, threads: int) -> Backend | str:
 def _triton(device: torch.device) -> Backend | str:
     """Triton, or why it cannot serve this device."""
     why_not = triton.why_not(device)
-    return why_not or Backend("triton", f"on {device.type}", device, triton.scatter_, triton.state_hash)
+    return why_not or Backend(
+        "triton", f"on {device.type}", device, triton.scatter_, triton.state_hash, reference.diff, None
+    )
 
 
 def _reference(device: torch.device, reason: str) -> Backend:
-    return Backend("reference (torch)", reason, device, reference.scatter_, reference.state_hash)
+    return Backend("reference (torch)", reason, device, reference.scatter_, reference.state_hash, reference.diff, None)
 
 
 def _cpu(device: torch.device, reason: str, threads: int) -> Backend:
@@ -127,7 +185,7 @@ def _cpu(device: torch.device, reason: str, threads: int) -> Backend:
     ) -> Tensor:
         return cpu.scatter_(targets, segments, offsets, expected, values, threads)
 
-    return Backend(native.backend(), reason, device, scatter_, cpu.state_hash)
+    return Backend(native.backend(), reason, device, scatter_, cpu.state_hash, cpu.diff, None)
 
 
 def _cuda(device: torch.device, library: native_cuda.CudaLibrary) -> Backend:
@@ -139,7 +197,21 @@ def _cuda(device: torch.device, library: native_cuda.CudaLibrary) -> Backend:
     def state_hash(bits: Tensor, start: int, seed: Seed) -> Tensor:
         return cuda.state_hash(library, bits, start, seed)
 
-    return Backend("native (cuda)", library.path, device, scatter_, state_hash)
+    def diff(before: Tensor, after: Tensor, advance: bool) -> tuple[Tensor, Tensor, Tensor]:
+        with torch.cuda.device(device):
+            return cuda.diff(library, before, after, advance, torch.cuda.current_stream(device).cuda_stream)
+
+    def decode_tiles(blocks: Sequence[CodedBlock]) -> list[Decoded | None]:
+        with torch.cuda.device(device):
+            return ctx.decode(library, blocks, torch.cuda.current_stream(device).cuda_stream)
+
+    return Backend("native (cuda)", library.path, device, scatter_, state_hash, diff, decode_tiles)
+
+
+@cache
+def _side_stream(device: torch.device) -> torch.cuda.Stream:
+    stream: torch.cuda.Stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+    return stream
 
 
 @cache

@@ -12,15 +12,16 @@ import torch
 from torch import Tensor
 
 from vllm_delta_sync import native
+from vllm_delta_sync.kernels.upload import SIGNED
 from vllm_delta_sync.native.types import WIDTHS, Bits, Seed
 
-_SIGNED = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+_INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def as_bits(tensor: Tensor) -> Bits:
     """A contiguous 1-D CPU tensor's elements as numpy unsigned integers, sharing its memory."""
     width = tensor.element_size()
-    bits: Bits = tensor.detach().view(_SIGNED[width]).numpy().view(WIDTHS[width])
+    bits: Bits = tensor.detach().view(_INTEGERS[width]).numpy().view(WIDTHS[width])
     return bits
 
 
@@ -36,6 +37,14 @@ def scatter_(
     rows[:, 3] = 0
     index = native.scatter(rows, as_bits(offsets), as_bits(expected), as_bits(values), threads=threads)
     return torch.tensor(index, dtype=torch.int64)
+
+
+def diff(before: Tensor, after: Tensor, advance: bool) -> tuple[Tensor, Tensor, Tensor]:
+    """See `kernels.ops`."""
+    found = native.diff(as_bits(before), as_bits(after), advance=advance)
+    positions = torch.from_numpy(found.positions.view(np.int32))
+    old, new = (torch.from_numpy(bits.view(SIGNED[bits.itemsize])) for bits in (found.old, found.new))
+    return positions, old, new
 
 
 def state_hash(bits: Tensor, start: int, seed: Seed) -> Tensor:

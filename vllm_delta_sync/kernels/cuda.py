@@ -7,10 +7,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from vllm_delta_sync.native.cuda import CudaLibrary
+from vllm_delta_sync.kernels.upload import to_device
+from vllm_delta_sync.native.cuda import DIFF_TILE, CudaLibrary
 from vllm_delta_sync.native.types import Seed
 
 
@@ -22,10 +24,10 @@ def scatter_(
     expected: Tensor,
     values: Tensor,
 ) -> Tensor:
-    """See `kernels.ops`."""
-    device, width = values.device, values.element_size()
+    """See `kernels.ops`. Offsets, expected and values may be in pinned memory of the host."""
+    device, width = segments.device, values.element_size()
     with torch.cuda.device(device):
-        bases = torch.tensor([target.data_ptr() for target in targets], dtype=torch.int64, device=device)
+        bases = to_device(np.array([target.data_ptr() for target in targets], np.int64), device)
         address = bases[segments[:, 0]] + segments[:, 1] * width
         rows = torch.stack([address, segments[:, 2], segments[:, 3], torch.zeros_like(address)], dim=1)
         first = torch.empty((), dtype=torch.int64, device=device)
@@ -34,6 +36,25 @@ def scatter_(
             values.numel(), first.data_ptr(), torch.cuda.current_stream(device).cuda_stream,
         )  # fmt: skip
     return first
+
+
+def diff(
+    library: CudaLibrary, before: Tensor, after: Tensor, advance: bool, stream: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    """See `kernels.ops`; `stream` is the handle of torch's current one. Waits once, for how many there are."""
+    n, width, device = before.numel(), before.element_size(), before.device
+    tiles = -(-n // DIFF_TILE)
+    masks = torch.empty(tiles * DIFF_TILE // 8, dtype=torch.uint8, device=device)
+    counts = torch.empty(tiles + 1, dtype=torch.int32, device=device)
+    library.diff_mark(width, before.data_ptr(), after.data_ptr(), n, masks.data_ptr(), counts.data_ptr(), stream)
+    found = int(counts[-1])
+    positions = torch.empty(found, dtype=torch.int32, device=device)
+    old, new = torch.empty_like(before[:found]), torch.empty_like(after[:found])
+    library.diff_write(
+        width, before.data_ptr(), after.data_ptr(), n, masks.data_ptr(), counts.data_ptr(), advance,
+        positions.data_ptr(), old.data_ptr(), new.data_ptr(), stream,
+    )  # fmt: skip
+    return positions, old, new
 
 
 def state_hash(library: CudaLibrary, bits: Tensor, start: int, seed: Seed) -> Tensor:

@@ -9,12 +9,16 @@
     state_hash(Tensor bits, int start, int seed_a, int seed_b) -> Tensor
         bits: contiguous [n], elements start … start+n−1 of a tensor. Seeds: 64 bits, read as unsigned.
         Returns i64 [4]: the lanes of docs/protocol.md, each below 2**32.
+    diff(Tensor(a!) before, Tensor after, bool advance) -> (Tensor, Tensor, Tensor)
+        before, after: contiguous [n] of one integer dtype, n < 2**31. Returns what differs: positions i32 [m],
+        ascending, old and new bits [m]. With `advance`, the new bits are written to `before`.
 
 Does not check offsets against the targets' sizes: whoever staged them did.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import cache
 from typing import Any
 
@@ -22,7 +26,7 @@ import torch
 from torch import Tensor
 
 from vllm_delta_sync.kernels.backend import Backend, select
-from vllm_delta_sync.native.types import Seed
+from vllm_delta_sync.native.types import MAX_COUNT, Seed
 
 _MASK64 = (1 << 64) - 1
 
@@ -61,6 +65,17 @@ def _state_hash(bits: Tensor, start: int, seed_a: int, seed_b: int) -> Tensor:
     return _backend(bits.device).state_hash(bits, start, Seed(seed_a & _MASK64, seed_b & _MASK64))
 
 
+def _diff(before: Tensor, after: Tensor, advance: bool) -> tuple[Tensor, Tensor, Tensor]:
+    if before.dtype != after.dtype or before.is_floating_point():
+        raise TypeError(f"want integer views of one dtype, got {before.dtype} and {after.dtype}")
+    n = before.numel()
+    if before.shape != (n,) or after.shape != (n,) or not before.is_contiguous() or not after.is_contiguous():
+        raise ValueError(f"want two contiguous rows of one length, got {before.shape} and {after.shape}")
+    if n >= MAX_COUNT or before.device != after.device:
+        raise ValueError(f"want less than 2**31 elements on one device, got {n} on {before.device}, {after.device}")
+    return _backend(before.device).diff(before, after, advance)
+
+
 def _scatter_shape(
     targets: list[Tensor], segments: Tensor, offsets: Tensor, expected: Tensor, values: Tensor
 ) -> Tensor:
@@ -73,10 +88,17 @@ def _state_hash_shape(bits: Tensor, start: int, seed_a: int, seed_b: int) -> Ten
 
 _SCATTER = "scatter_(Tensor(a!)[] targets, Tensor segments, Tensor offsets, Tensor expected, Tensor values) -> Tensor"
 _STATE_HASH = "state_hash(Tensor bits, int start, int seed_a, int seed_b) -> Tensor"
+_DIFF = "diff(Tensor(a!) before, Tensor after, bool advance) -> (Tensor, Tensor, Tensor)"
 _NAMESPACE: Any = torch.library.Library  # untyped in torch
 _LIBRARY = _NAMESPACE("vllm_delta_sync", "DEF")  # the operators live as long as this object
-for _schema, _compute, _shape in ((_SCATTER, _scatter, _scatter_shape), (_STATE_HASH, _state_hash, _state_hash_shape)):
+_OPERATORS: tuple[tuple[str, Callable[..., object], Callable[..., Tensor] | None], ...] = (
+    (_SCATTER, _scatter, _scatter_shape),
+    (_STATE_HASH, _state_hash, _state_hash_shape),
+    (_DIFF, _diff, None),  # how much differs only the data tell
+)
+for _schema, _compute, _shape in _OPERATORS:
     _name = _LIBRARY.define(_schema)
     _LIBRARY.impl(_name, _compute, "CPU")
     _LIBRARY.impl(_name, _compute, "CUDA")
-    _LIBRARY.impl(_name, _shape, "Meta")
+    if _shape is not None:
+        _LIBRARY.impl(_name, _shape, "Meta")

@@ -22,15 +22,27 @@ def scatter_(targets: Sequence[Tensor], segments: Tensor, offsets: Tensor, expec
     outcome = torch.full((), -1, dtype=torch.int64, device=segments.device)
     places = []
     for target, base, first, last in segments.tolist():
+        live = targets[target]
+        # The columns of a GPU's patch may be in pinned memory of the host.
+        part, was, new = (column[first:last].to(live.device) for column in (offsets, expected, values))
         # u32 bits in an int32 tensor: torch indexes with int64 only
-        where = (offsets[first:last].view(torch.int32).to(torch.int64) & 0xFFFFFFFF) + base
-        wrong = (targets[target][where] != expected[first:last]).nonzero()
+        where = (part.view(torch.int32).to(torch.int64) & 0xFFFFFFFF) + base
+        wrong = (live[where] != was).nonzero()
         if wrong.numel():
             return outcome.copy_(wrong[0, 0] + first)
-        places.append((targets[target], where, values[first:last]))
+        places.append((live, where, new))
     for live, where, new in places:
         live[where] = new
     return outcome
+
+
+def diff(before: Tensor, after: Tensor, advance: bool) -> tuple[Tensor, Tensor, Tensor]:
+    """See `kernels.ops`."""
+    where = (before != after).nonzero()[:, 0]
+    old, new = before[where], after[where]
+    if advance:
+        before[where] = new
+    return where.to(torch.int32), old, new
 
 
 def state_hash(bits: Tensor, start: int, seed: Seed) -> Tensor:

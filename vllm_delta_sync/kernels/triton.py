@@ -33,11 +33,14 @@ def why_not(device: torch.device) -> str | None:
 
 
 def scatter_(targets: Sequence[Tensor], segments: Tensor, offsets: Tensor, expected: Tensor, values: Tensor) -> Tensor:
-    """See `kernels.ops`. One kernel compares everything, a second writes unless the first found something."""
+    """See `kernels.ops`. One kernel compares everything, a second writes unless the first found something.
+
+    Offsets, expected and values may be in pinned memory of the host.
+    """
     from vllm_delta_sync.kernels import triton_kernels as kernels
 
     none = torch.iinfo(torch.int64).max
-    first = torch.full((), none, dtype=torch.int64, device=values.device)
+    first = torch.full((), none, dtype=torch.int64, device=segments.device)
     if values.numel() and len(segments):
         tiles = _tiles(targets, segments, values.numel())
         places = offsets.view(torch.int32)

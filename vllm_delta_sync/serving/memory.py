@@ -14,9 +14,11 @@ import torch
 
 from vllm_delta_sync import kernels, native
 from vllm_delta_sync.errors import Poisoned, StateHashMismatch, StrayWrite, UnsupportedLayout
+from vllm_delta_sync.kernels.upload import to_device
 from vllm_delta_sync.native import Seed
 from vllm_delta_sync.native.types import I64, U32, Bits
 from vllm_delta_sync.serving.affine import Region
+from vllm_delta_sync.serving.device_hash import hash_region
 from vllm_delta_sync.wire import dtypes
 
 _INTEGER = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -26,23 +28,15 @@ MAX_SPAN = 1 << 32  # offsets are 32-bit, relative to a segment's base
 
 @dataclass(frozen=True)
 class Patch:
-    """All changes to live elements of one width, ready for one kernel call.
+    """All changes to live elements of one width, for one kernel call.
 
     Row (storage, base, first, last) of `segments`: changes first … last−1 go to element base + offset of that storage.
     """
 
-    width: int  # bytes per live element
     segments: I64  # [S, 4]
     offsets: U32  # [n]
     expected: Bits  # [n]; what was read while staging, which makes it the undo log
     values: Bits  # [n]
-
-    def reversed(self) -> Patch:
-        return Patch(self.width, self.segments, self.offsets, self.values, self.expected)
-
-    @property
-    def elements(self) -> int:
-        return len(self.offsets)
 
 
 class LiveMemory:
@@ -70,7 +64,7 @@ class LiveMemory:
             address = flat.data_ptr() + region.target_offset * flat.element_size()
             live = native.gather(address, flat.element_size(), offsets)
         else:
-            index = torch.from_numpy(offsets.astype(np.int64)).to(flat.device) + region.target_offset
+            index = (to_device(offsets, flat.device).to(torch.int64) & 0xFFFFFFFF) + region.target_offset
             live = _unsigned(flat.view(_INTEGER[flat.element_size()])[index].cpu())
         return _narrow(live, region, dtype)
 
@@ -88,6 +82,8 @@ class LiveMemory:
                 region.source_strides,
                 seed,
             )
+        if flat.device.type != "cpu" and region.target_dtype == dtype:
+            return hash_region(flat.view(_INTEGER[flat.element_size()]), region, seed, self._backend)
         bits = np.ascontiguousarray(self.elements(region, dtype))
         strides = [int(np.prod(region.sizes[i + 1 :])) for i in range(len(region.sizes))]
         return native.hash_strided(
@@ -96,18 +92,34 @@ class LiveMemory:
 
     def elements(self, region: Region, dtype: str) -> Bits:
         """All of a region's elements, flat, ascending in checkpoint position, as bits of the published `dtype`."""
+        return _narrow(_unsigned(self._live(region).cpu()), region, dtype)
+
+    def device_elements(self, region: Region, dtype: str) -> torch.Tensor:
+        """The same as integers [region.numel] on the device: live memory itself where nothing lies between them."""
+        if region.target_dtype == dtype:
+            return self._live(region)
+        return to_device(np.ascontiguousarray(self.elements(region, dtype)), self._backend.device)
+
+    def _live(self, region: Region) -> torch.Tensor:
         flat = self._flat[region.storage]
-        view = torch.as_strided(
-            flat.view(_INTEGER[flat.element_size()]), region.sizes, region.target_strides, region.target_offset
-        )
-        return _narrow(_unsigned(view.reshape(-1).cpu()), region, dtype)
+        integers = flat.view(_INTEGER[flat.element_size()])
+        return torch.as_strided(integers, region.sizes, region.target_strides, region.target_offset).reshape(-1)
+
+    @property
+    def decode_tiles(self) -> kernels.DecodeTiles | None:
+        """How tiles of ctx blocks are decoded on the device; None where the host decodes them."""
+        return self._backend.decode_tiles
 
     def segment(self, region: Region) -> tuple[int, int, int]:
         """(width, storage slot, base element): where a patch's segment for this region begins."""
         flat = self._flat[region.storage]
         return flat.element_size(), self._slot[region.storage], region.target_offset
 
-    def scatter(self, patches: Sequence[Patch]) -> None:
+    def prepare(self, patch: Patch) -> kernels.Prepared:
+        """Bring a patch to where the kernels read it, so that a commit moves nothing else."""
+        return self._backend.prepare(patch)
+
+    def scatter(self, patches: Sequence[kernels.Prepared]) -> None:
         """Write all patches, or none.
 
         Raises:
@@ -115,7 +127,7 @@ class LiveMemory:
                 it is after any other error of a kernel, too.
             Poisoned: what was written before the error could not be taken back.
         """
-        written: list[Patch] = []
+        written: list[kernels.Prepared] = []
         try:
             for patch in patches:
                 first = self._backend.scatter(self._targets[patch.width], patch)
@@ -129,7 +141,7 @@ class LiveMemory:
             self._take_back(written, error)
             raise
 
-    def _take_back(self, written: Sequence[Patch], cause: BaseException) -> None:
+    def _take_back(self, written: Sequence[kernels.Prepared], cause: BaseException) -> None:
         for patch in reversed(written):
             try:
                 first = self._backend.scatter(self._targets[patch.width], patch.reversed())

@@ -150,11 +150,12 @@ class Rank:
         begin = time.perf_counter()
         clock = Stopwatch()
         fetched, cached = fetcher.fetched_bytes, fetcher.cached_bytes
-        if hop.checkpoint is None:
-            fetched = cached = 0  # the fetcher begins to count with a table
-            effect, hashes = effects.of_blocks(hop, self._ground(), fetcher, books.hashes, clock)
-        else:
-            effect, hashes = effects.of_anchor(hop, hop.checkpoint, self._ground(), fetcher, clock)
+        with self.backend.aside():
+            if hop.checkpoint is None:
+                fetched = cached = 0  # the fetcher begins to count with a table
+                effect, hashes = effects.of_blocks(hop, self._ground(), fetcher, books.hashes, clock)
+            else:
+                effect, hashes = effects.of_anchor(hop, hop.checkpoint, self._ground(), fetcher, clock)
         if self.number == 0:
             self._check_root(hop, hashes)
         changed = np.flatnonzero((hashes != books.hashes).any(axis=1))
@@ -287,7 +288,8 @@ class Rank:
     def _hash(self, index: int) -> Lanes:
         assert self.layout is not None and self.memory is not None
         region = self.layout.regions[index]
-        return self.memory.hash(region, self._by_name[region.tensor].dtype, self._seeds[region.tensor])
+        with self.backend.aside():
+            return self.memory.hash(region, self._by_name[region.tensor].dtype, self._seeds[region.tensor])
 
     def _pass(self) -> Lanes:
         assert self.layout is not None

@@ -14,9 +14,11 @@ import numpy as np
 
 from vllm_delta_sync import native
 from vllm_delta_sync.errors import StagingLimit
+from vllm_delta_sync.kernels import Prepared
 from vllm_delta_sync.native import Seed
 from vllm_delta_sync.native.types import U32, WIDTHS, Bits
 from vllm_delta_sync.serving.affine import Region
+from vllm_delta_sync.serving.device_tiles import DeviceTiles
 from vllm_delta_sync.serving.memory import LiveMemory, Patch, offsets_of, widen
 from vllm_delta_sync.serving.messages import Lanes
 from vllm_delta_sync.serving.tiles import TileReader
@@ -32,7 +34,7 @@ AT_ONCE = 1 << 17  # changes of a block that are mapped, read and hashed at a ti
 class Effect:
     """What a step would do to this rank: patches, and the change of each touched region's lanes."""
 
-    patches: tuple[Patch, ...]
+    patches: tuple[Prepared, ...]
     regions: tuple[int, ...]  # ascending
     lanes: Lanes  # uint32 [len(regions), 4]
 
@@ -79,7 +81,9 @@ class Draft:
         touched = tuple(sorted(self._lanes))
         lanes = np.array([self._lanes[index] for index in touched], dtype=np.uint32).reshape(-1, 4)
         patches = tuple(
-            self._columns[width].patch() for width in sorted(self._columns) if self._columns[width].elements
+            self._memory.prepare(self._columns[width].patch())
+            for width in sorted(self._columns)
+            if self._columns[width].elements
         )
         return Effect(patches, touched, lanes)
 
@@ -91,7 +95,6 @@ class _Columns:
     """
 
     def __init__(self, width: int, most: int) -> None:
-        self._width = width
         self._segments: list[tuple[int, int, int, int]] = []
         self._offsets = np.empty(most, np.uint32)
         self._expected, self._values = np.empty(most, WIDTHS[width]), np.empty(most, WIDTHS[width])
@@ -109,7 +112,7 @@ class _Columns:
     def patch(self) -> Patch:
         filled = slice(self.elements)
         segments = np.array(self._segments, dtype=np.int64).reshape(-1, 4)
-        return Patch(self._width, segments, self._offsets[filled], self._expected[filled], self._values[filled])
+        return Patch(segments, self._offsets[filled], self._expected[filled], self._values[filled])
 
 
 def _cost(width: int) -> int:
@@ -155,16 +158,34 @@ def stage(
         BaseNeeded: a tile of a ctx block is held in part.
     """
     draft = Draft(memory, limit, room_for(rows, regions, regions_of, memory))
+    for block, decoded in _decoded(blocks, regions, regions_of, memory):
+        for part in _parts(decoded):
+            for index in regions_of[block.spec.name]:
+                _stage_region(block, part, index, regions[index], seeds[block.spec.name], memory, draft)
+    return draft.effect()
+
+
+def _decoded(
+    blocks: Iterable[tuple[Block, Buffer]],
+    regions: Sequence[Region],
+    regions_of: Mapping[str, Sequence[int]],
+    memory: LiveMemory,
+) -> Iterator[tuple[Block, DecodedBlock]]:
+    """The changes of the blocks that this rank holds something of; ctx blocks of a device come together, and later."""
     tiles = TileReader(regions, memory)
+    device = None if memory.decode_tiles is None else DeviceTiles(memory.decode_tiles, regions, memory)
     for block, payload in blocks:
         held = regions_of.get(block.spec.name, ())
         if not held:
             continue
-        decoded = tiles.decode(block, payload, held) if block.codec == CTX else decode_block(block, payload)
-        for part in _parts(decoded):
-            for index in held:
-                _stage_region(block, part, index, regions[index], seeds[block.spec.name], memory, draft)
-    return draft.effect()
+        if block.codec != CTX:
+            yield block, decode_block(block, payload)
+        elif device is None or not device.take(block, payload, held):
+            yield block, tiles.decode(block, payload, held)
+        elif device.full:
+            yield from device.flush()
+    if device is not None:
+        yield from device.flush()
 
 
 def _parts(decoded: DecodedBlock) -> Iterator[DecodedBlock]:

@@ -24,7 +24,7 @@ from vllm_delta_sync.wire.codecs import (
     decode_window,
     encoded_of,
 )
-from vllm_delta_sync.wire.ctx import CtxHeader
+from vllm_delta_sync.wire.ctx import CtxHeader, CtxWindow
 from vllm_delta_sync.wire.frames import Buffer
 from vllm_delta_sync.wire.table import Block
 
@@ -59,16 +59,12 @@ class TileReader:
         header = ctx_header(block.spec, block.start, block.count, encoded, what)
         if block.spec.name != self._tensor:
             self._tensor, self._elements = block.spec.name, {}
-        boxes: dict[Box, int] = {}
-        for index in held:
-            boxes.setdefault(self._regions[index].source, index)
-        if len(boxes) == 1:
-            ((box, index),) = boxes.items()
-            found = columns_of(box, block.start, header.grid.rows, header.grid.row_length)
-            window = header.window(found.first, found.count) if found is not None else None
-            if found is not None and window is not None:
-                old = self._read(block, index)[found.rank : found.rank + window.header.grid.elements]
-                return _sound(lambda: decode_window(window, encoded, old, what))
+        found = window_of(header, block.start, self._regions, held)
+        if found is not None:
+            window, index, rank = found
+            old = self._read(block, index)[rank : rank + window.header.grid.elements]
+            return _sound(lambda: decode_window(window, encoded, old, what))
+        boxes = _boxes(self._regions, held)
         wanted = _held_tiles(header, tuple(boxes), block.start, what)
         old = self._put_together(block, boxes if wanted.any() else {})
         return _sound(lambda: decode_tiles(header, encoded, old, wanted, what))
@@ -94,6 +90,31 @@ def _sound(decode: Callable[[], DecodedBlock]) -> DecodedBlock:
             f"{error}: it cannot be decoded against the live weights, so they are not those of the version before; "
             "nothing was written"
         ) from None
+
+
+def window_of(
+    header: CtxHeader, start: int, regions: Sequence[Region], held: Sequence[int]
+) -> tuple[CtxWindow, int, int] | None:
+    """The columns of a block's rows that the regions `held` of its tensor hold, where one region holds them all.
+
+    Returns them with that region and the rank of the first among its elements; None where several regions do, or other
+    columns of other rows, or parts of tiles.
+    """
+    boxes = _boxes(regions, held)
+    if len(boxes) != 1:
+        return None
+    ((box, index),) = boxes.items()
+    found = columns_of(box, start, header.grid.rows, header.grid.row_length)
+    window = header.window(found.first, found.count) if found is not None else None
+    return None if found is None or window is None else (window, index, found.rank)
+
+
+def _boxes(regions: Sequence[Region], held: Sequence[int]) -> dict[Box, int]:
+    """What regions hold, and by which of them, for two may hold the same."""
+    boxes: dict[Box, int] = {}
+    for index in held:
+        boxes.setdefault(regions[index].source, index)
+    return boxes
 
 
 @dataclass(frozen=True, slots=True)

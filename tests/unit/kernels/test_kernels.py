@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from vllm_delta_sync import kernels, native
 from vllm_delta_sync.errors import ConfigError
 from vllm_delta_sync.kernels import triton
+from vllm_delta_sync.kernels.upload import to_device
 from vllm_delta_sync.native import Seed
 
 quick = settings(max_examples=20, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
@@ -77,10 +78,9 @@ def random_update(backend: kernels.Backend, width: int, n: int, key: int) -> Upd
 def test_a_patch_is_written_and_its_reverse_undoes_it(backend: kernels.Backend, width: int, n: int, key: int) -> None:
     update = random_update(backend, width, n, key)
     before = [target.clone() for target in update.targets]
-    assert backend.scatter(update.targets, update) == -1
+    assert backend.scatter(update.targets, backend.prepare(update)) == -1
     assert all(torch.equal(*pair) for pair in zip(update.targets, update.wanted, strict=True))
-    update.expected, update.values = update.values, update.expected
-    assert backend.scatter(update.targets, update) == -1
+    assert backend.scatter(update.targets, backend.prepare(update).reversed()) == -1
     assert all(torch.equal(*pair) for pair in zip(update.targets, before, strict=True))
 
 
@@ -93,7 +93,7 @@ def test_a_stray_write_is_found_and_nothing_is_written(
     before = [target.clone() for target in update.targets]
     strays = sorted({int(share * n), n - 1})
     update.expected[strays] ^= 0x40
-    assert backend.scatter(update.targets, update) == strays[0]
+    assert backend.scatter(update.targets, backend.prepare(update)) == strays[0]
     assert all(torch.equal(*pair) for pair in zip(update.targets, before, strict=True))
 
 
@@ -101,10 +101,10 @@ def test_a_large_patch_over_threads_is_all_or_nothing(backend: kernels.Backend) 
     update = random_update(backend, 2, 250_000, 1)
     before = [target.clone() for target in update.targets]
     update.expected[249_000] ^= 1
-    assert backend.scatter(update.targets, update) == 249_000
+    assert backend.scatter(update.targets, backend.prepare(update)) == 249_000
     assert all(torch.equal(*pair) for pair in zip(update.targets, before, strict=True))
     update.expected[249_000] ^= 1
-    assert backend.scatter(update.targets, update) == -1
+    assert backend.scatter(update.targets, backend.prepare(update)) == -1
     assert all(torch.equal(*pair) for pair in zip(update.targets, update.wanted, strict=True))
 
 
@@ -125,6 +125,42 @@ def test_bf16_tensors_hash_by_their_bits(backend: kernels.Backend) -> None:
     assert np.array_equal(backend.hash(weights.to(backend.device), 0, SEED), native.hash_run(bits, 0, SEED))
 
 
+def test_a_patch_for_which_a_device_has_no_room_stays_in_pinned_memory(
+    backend: kernels.Backend, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def no_room(host: np.ndarray, device: torch.device) -> torch.Tensor:
+        if host.ndim == 1:
+            raise torch.OutOfMemoryError("no room")
+        return to_device(host, device)
+
+    update, pinned = random_update(backend, 2, 100, 1), []
+    monkeypatch.setattr(kernels.backend, "to_device", no_room)
+    if backend.device.type == "cpu":  # where torch can pin nothing
+        monkeypatch.setattr(
+            kernels.backend, "pinned", lambda host: pinned.append(host) or to_device(host, backend.device)
+        )
+    prepared = backend.prepare(update)
+    assert len(pinned) == 3 or prepared.values.is_pinned()
+    assert backend.scatter(update.targets, prepared) == -1
+    assert all(torch.equal(*pair) for pair in zip(update.targets, update.wanted, strict=True))
+
+
+@pytest.mark.parametrize("width", [1, 2, 4, 8])
+@quick
+@given(n=st.integers(0, 20_000), share=st.sampled_from([0.0, 0.01, 1.0]), advance=st.booleans())
+def test_every_backend_finds_the_same_changes_in_order(
+    backend: kernels.Backend, width: int, n: int, share: float, advance: bool
+) -> None:
+    rng = np.random.default_rng(n)
+    old = rng.integers(0, 256, n * width, np.uint8).view(f"u{width}")
+    new = np.where(rng.random(n) < share, ~old, old)
+    before, after = (to_device(bits.copy(), backend.device) for bits in (old, new))
+    found = backend.diff(before, after, advance)
+    for column, wanted in zip(found, native.diff(old.copy(), new, advance=False), strict=True):
+        np.testing.assert_array_equal(column.cpu().numpy().view(wanted.dtype), wanted)
+    assert torch.equal(before, after if advance else to_device(old, backend.device))
+
+
 def test_the_operators_take_what_the_schema_says() -> None:
     update = random_update(kernels.select("auto", "cpu"), 2, 50, 3)
     columns = [
@@ -138,6 +174,9 @@ def test_the_operators_take_what_the_schema_says() -> None:
     assert all(torch.equal(*pair) for pair in zip(update.targets, update.wanted, strict=True))
     lanes = torch.ops.vllm_delta_sync.state_hash(columns[3], 7, SEED.a - 2**64, SEED.b)
     assert lanes.tolist() == native.hash_run(update.values, 7, SEED).tolist()
+    row = torch.arange(5, dtype=torch.int16)
+    positions, old, new = torch.ops.vllm_delta_sync.diff(row, torch.tensor([0, 9, 2, 3, 7], dtype=torch.int16), True)
+    assert (positions.tolist(), old.tolist(), new.tolist(), row.tolist()) == ([1, 4], [1, 4], [9, 7], [0, 9, 2, 3, 7])
 
 
 def test_the_operators_refuse_floats_strides_and_foreign_dtypes() -> None:
@@ -154,6 +193,10 @@ def test_the_operators_refuse_floats_strides_and_foreign_dtypes() -> None:
         scatter_([live[::2]], segments, offsets, row, row)
     with pytest.raises(ValueError, match="contiguous row"):
         torch.ops.vllm_delta_sync.state_hash(live.view(2, 4), 0, 1, 2)
+    with pytest.raises(TypeError, match="of one dtype"):
+        torch.ops.vllm_delta_sync.diff(live, live.to(torch.int32), False)
+    with pytest.raises(ValueError, match="of one length"):
+        torch.ops.vllm_delta_sync.diff(live, row, False)
 
 
 def test_the_operators_have_shapes_without_data() -> None:

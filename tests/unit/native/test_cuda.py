@@ -26,7 +26,7 @@ def built(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
     targets = [f"-gencode=arch=compute_{arch},code=sm_{arch}" for arch in ARCHITECTURES]
     command = [
         str(NVCC), "-O3", "-std=c++17", "--cudart", "static", "--threads", "0", "-Xcompiler", "-fPIC", "-shared",
-        "-Xptxas", "-v", *targets, "-gencode=arch=compute_80,code=compute_80",
+        "-Xptxas", "-v", *targets,
         *map(str, sorted(SOURCES.glob("*.cu"))), "-o", str(folder / "libvllm_delta_sync_cuda.so"),
     ]  # fmt: skip
     done = subprocess.run(command, capture_output=True, text=True)
@@ -48,7 +48,8 @@ def has_gpu() -> bool:
 
 def test_no_kernel_spills_registers(built: tuple[Path, str]) -> None:
     spills = re.findall(r"(\d+) bytes spill stores, (\d+) bytes spill loads", built[1])
-    kernels = 2 * 4 + 2  # compare and write by width; hash of halves and of bytes
+    scatter, hashes, ctx, diff = 2 * 4, 2, 3, 2 * 4 + 1  # by width; hash by halves or bytes; diff adds up once
+    kernels = scatter + hashes + ctx + diff
     assert len(spills) == kernels * len(ARCHITECTURES)
     assert set(spills) == {("0", "0")}
 

@@ -1,0 +1,109 @@
+"""Decodes ctx blocks on the device that holds the weights, many at a time, against live memory as it lies.
+
+Reads live memory, writes none; only tiles go there and changes come back. Leaves blocks that several regions share to
+`tiles`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+
+from vllm_delta_sync.errors import MalformedObject
+from vllm_delta_sync.kernels import CodedBlock, DecodeTiles
+from vllm_delta_sync.serving.affine import Region
+from vllm_delta_sync.serving.memory import LiveMemory
+from vllm_delta_sync.serving.tiles import window_of
+from vllm_delta_sync.wire.codec_rules import CTX
+from vllm_delta_sync.wire.codecs import DecodedBlock, ctx_header, encoded_of
+from vllm_delta_sync.wire.ctx import CtxWindow
+from vllm_delta_sync.wire.frames import Buffer
+from vllm_delta_sync.wire.table import Block
+
+CHANGES = 1 << 20  # of the blocks of a launch, about: each takes some 30 bytes of the device's memory meanwhile
+ELEMENTS = 1 << 27  # of them: enough tiles to keep a device busy
+
+
+@dataclass(frozen=True, eq=False)
+class _Waiting:
+    block: Block
+    window: CtxWindow
+    coded: CodedBlock
+    whole: bool  # the window is the whole block
+
+
+@dataclass(eq=False)
+class DeviceTiles:
+    """Collects ctx blocks, which come tensor by tensor, and decodes them together.
+
+    Args:
+        decode: the backend's.
+        regions: the rank's layout; the elements of two regions of a tensor are the same, or none are.
+        memory: where old values are read.
+    """
+
+    decode: DecodeTiles
+    regions: Sequence[Region]
+    memory: LiveMemory
+    _waiting: list[_Waiting] = field(default_factory=list)
+    _tensor: str = ""
+    _elements: dict[int, torch.Tensor] = field(default_factory=dict)  # of regions of that tensor
+
+    def take(self, block: Block, payload: Buffer, held: Sequence[int]) -> bool:
+        """Take a block of which the regions `held`, those of its tensor, hold the same columns of each row.
+
+        Returns False, and takes nothing, where they do not. Copies what it keeps of the payload.
+
+        Raises:
+            DigestMismatch, MalformedObject: the block is not what its table states.
+        """
+        encoded = encoded_of(block, payload)
+        header = ctx_header(block.spec, block.start, block.count, encoded, f"block {block}")
+        found = window_of(header, block.start, self.regions, held)
+        if found is None or encoded.model is None:
+            return False
+        window, index, rank = found
+        grid = window.header.grid
+        coded = CodedBlock(
+            model=encoded.model,
+            old=self._read(block, index)[rank : rank + grid.elements],
+            grid=grid,
+            sizes=window.header.sizes,
+            lanes=window.header.lanes,
+            data=np.frombuffer(encoded.value, np.uint8)[window.data].copy(),
+            wanted=np.ones(grid.tiles, np.uint8),
+            changed=encoded.changed,
+        )
+        self._waiting.append(_Waiting(block, window, coded, grid.elements == block.count))
+        return True
+
+    @property
+    def full(self) -> bool:
+        """Whether enough blocks wait for a launch."""
+        changes = sum(waiting.coded.changed for waiting in self._waiting)
+        return changes >= CHANGES or sum(waiting.coded.grid.elements for waiting in self._waiting) >= ELEMENTS
+
+    def flush(self) -> Iterator[tuple[Block, DecodedBlock]]:
+        """The changes of the blocks that wait, in the tiles that this rank holds.
+
+        Raises MalformedObject where tiles break docs/protocol.md, or old values are not what they were made from.
+        """
+        waiting, self._waiting = self._waiting, []
+        found = self.decode([one.coded for one in waiting])
+        for one, changes in zip(waiting, found, strict=True):
+            if changes is None or (one.whole and len(changes[0]) != one.coded.changed):
+                raise MalformedObject(
+                    f"block {one.block}: a ctx tile of {one.coded.grid.tiles} is malformed, or they do not hold the "
+                    f"{one.coded.changed} changes stated"
+                )
+            yield one.block, DecodedBlock(CTX, one.window.in_block(changes[0]), changes[1], None)
+
+    def _read(self, block: Block, index: int) -> torch.Tensor:
+        if block.spec.name != self._tensor:
+            self._tensor, self._elements = block.spec.name, {}
+        if index not in self._elements:
+            self._elements[index] = self.memory.device_elements(self.regions[index], block.spec.dtype)
+        return self._elements[index]
