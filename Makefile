@@ -17,7 +17,7 @@ demo: setup
 test: lint test-unit test-e2e
 
 test-unit: setup
-	@$(BIN)/python -m pytest -q -m "not e2e and not seaweedfs and not fleet" $(PYTEST_ARGS)
+	@$(BIN)/python -m pytest -q -n logical --maxprocesses 8 --dist worksteal -m "not e2e and not seaweedfs and not fleet" $(PYTEST_ARGS)
 
 # The contract of stores, against a second real S3 server too; its binary is 150 MB, so that only this target installs it.
 test-stores: setup
@@ -32,8 +32,9 @@ test-fleet: setup
 test-crashes: setup
 	@CRASHES=50 $(BIN)/python -m pytest -q -s tests/process/test_killed_publisher.py $(PYTEST_ARGS)
 
+# Two servers at a time: to start one takes a minute, and most of that is spent waiting.
 test-e2e: setup
-	@$(BIN)/python -m pytest -q -m e2e $(PYTEST_ARGS)
+	@$(BIN)/python -m pytest -q -n 2 --dist loadfile -m e2e $(PYTEST_ARGS)
 
 # The decoders of csrc/ under libFuzzer and sanitizers, half an hour; sets nothing up.
 fuzz:

@@ -58,7 +58,9 @@ class Arena {
 };
 
 Scratch tile_scratch(Arena& arena) {
-  return {arena.take<uint8_t>(kTileElements + 64), arena.take<uint32_t>(kTileElements),
+  constexpr int64_t words = kTileElements / 64;
+  return {arena.take<uint8_t>(kTileElements + 64), arena.take<uint64_t>(words), arena.take<uint32_t>(words + kMembersSlack),
+          arena.take<uint32_t>(kTileElements),
           arena.take<uint32_t>(2 * kTileElements + kMaxClasses), arena.take<uint16_t>(2 * kTileElements + kMaxClasses + 1),
           arena.take<uint8_t>(8 * kTileElements + 8)};
 }
@@ -75,17 +77,21 @@ struct Grid {
   const Strip* strips;
   int64_t count;
 
+  // Calls visit(tile, its index, the next tile, which of the last one is itself) until it returns false.
   template <typename Visit>
   bool each_tile(Visit visit) const {
-    int64_t index = 0;
-    for (int64_t s = 0; s < count; ++s) {
-      const int64_t step = strips[s].tile_rows();
-      for (int64_t row = 0; row < rows; row += step) {
-        const Tile tile{row, row + step < rows ? step : rows - row, strips[s].column, strips[s].columns};
-        if (!visit(tile, index++)) return false;
-      }
+    int64_t s = 0, index = 0;
+    for (Tile tile = at(0, 0); s < count;) {
+      const bool down = tile.row + tile.rows < rows;
+      s += !down;
+      const Tile next = down ? at(s, tile.row + tile.rows) : s < count ? at(s, 0) : tile;
+      if (!visit(tile, index++, next)) return false;
+      tile = next;
     }
     return true;
+  }
+  Tile at(int64_t s, int64_t row) const {
+    return {row, std::min(strips[s].tile_rows(), rows - row), strips[s].column, strips[s].columns};
   }
   int64_t tiles() const {
     int64_t n = 0;
@@ -94,66 +100,35 @@ struct Grid {
   }
 };
 
-// Calls visit(i, tile, element in the tile) for those of the positions, which ascend, that lie in a strip.
-template <typename Visit>
-void place(const Grid& grid, const int64_t* first_tiles, const uint32_t* positions, int64_t n, Visit visit) {
-  int64_t row = 0, s = 0;
-  for (int64_t i = 0; i < n; ++i) {
-    int64_t column = positions[i] - row * grid.row_length;
-    if (column >= grid.row_length) {
-      row += column / grid.row_length;
-      column %= grid.row_length;
-      s = 0;
-    }
-    while (s < grid.count && column >= grid.strips[s].column + grid.strips[s].columns) ++s;
-    if (s == grid.count || column < grid.strips[s].column) continue;
-    const Strip& strip = grid.strips[s];
-    const int64_t height = strip.tile_rows(), chunk = grid.rows <= height ? 0 : row / height;
-    visit(i, first_tiles[s] + chunk, (row - chunk * height) * strip.columns + column - strip.column);
-  }
-}
-
 // The changes of a block by tile.
 template <typename T>
 class Sorted {
  public:
-  Sorted(Arena& arena, int64_t strips, int64_t tiles, int64_t n)
-      : first_tiles_(arena.take<int64_t>(strips)), begins_(arena.take<int64_t>(tiles)), ends_(arena.take<int64_t>(tiles)), elements_(arena.take<uint32_t>(n)),
-        moved_before_(arena.take<T>(n)), moved_after_(arena.take<T>(n)) {}
+  Sorted(Arena& arena, int64_t elements, int64_t strips, int64_t tiles, int64_t n)
+      : strips_(arena.take<StripTiles>(strips)), strip_of_(arena.take<uint16_t>(elements)), begins_(arena.take<int64_t>(tiles)),
+        ends_(arena.take<int64_t>(tiles)), tiles_(arena.take<uint16_t>(n)), elements_(arena.take<uint32_t>(n)),
+        moved_(arena.take<uint32_t>(n)), moved_before_(arena.take<T>(n)), moved_after_(arena.take<T>(n)) {}
 
   void sort(const Grid& grid, const uint32_t* positions, const T* before, const T* after, int64_t n) {
-    if (grid.rows == 1) return cut(grid, positions, before, after, n);
-    int64_t tiles = 0;
-    for (int64_t s = 0; s < grid.count; ++s) {
-      first_tiles_[s] = tiles;
-      tiles += grid.strips[s].tiles(grid.rows);
-    }
-    std::memset(ends_, 0, static_cast<size_t>(tiles) * sizeof *ends_);
-    place(grid, first_tiles_, positions, n, [&](int64_t, int64_t tile, int64_t) { ++ends_[tile]; });
-    int64_t at = 0;
-    for (int64_t t = 0; t < tiles; ++t) {
-      begins_[t] = at;
-      at += ends_[t];
-      ends_[t] = begins_[t];
-    }
-    place(grid, first_tiles_, positions, n, [&](int64_t i, int64_t tile, int64_t element) {
-      const int64_t to = ends_[tile]++;
-      elements_[to] = static_cast<uint32_t>(element);
-      moved_before_[to] = before[i];
-      moved_after_[to] = after[i];
-    });
-    before_ = moved_before_;
-    after_ = moved_after_;
+    if (grid.rows == 1)
+      follow(grid, positions, before, after, n);
+    else
+      distribute(grid, positions, before, after, n);
   }
 
   TileChanges<T> of(int64_t tile) const {
     const int64_t first = begins_[tile];
-    return {elements_ + first, before_ + first, after_ + first, ends_[tile] - first};
+    return {given_ + first, before_ + first, after_ + first, ends_[tile] - first};
   }
 
  private:
+  struct StripTiles {
+    uint32_t first, height, column, columns;  // its first tile, the rows of each, and where it is
+  };
+  static constexpr uint16_t kNone = 0xFFFF;
+
   // In one row, tiles follow each other as positions do.
-  void cut(const Grid& grid, const uint32_t* positions, const T* before, const T* after, int64_t n) {
+  void follow(const Grid& grid, const uint32_t* positions, const T* before, const T* after, int64_t n) {
     int64_t i = 0;
     for (int64_t s = 0; s < grid.count; ++s) {
       const int64_t column = grid.strips[s].column, end = column + grid.strips[s].columns;
@@ -162,29 +137,84 @@ class Sorted {
       for (; i < n && positions[i] < end; ++i) elements_[i] = static_cast<uint32_t>(positions[i] - column);
       ends_[s] = i;
     }
+    given_ = elements_;
     before_ = before;
     after_ = after;
   }
 
-  int64_t *first_tiles_, *begins_, *ends_;  // [strips], [tiles], [tiles]
-  uint32_t* elements_;                      // [n]
-  T *moved_before_, *moved_after_;          // [n]
+  // Which strip is next is as good as random: looked up, not searched for.
+  void distribute(const Grid& grid, const uint32_t* positions, const T* before, const T* after, int64_t n) {
+    std::fill_n(strip_of_, grid.row_length, kNone);
+    uint32_t tiles = 0;
+    for (int64_t s = 0; s < grid.count; ++s) {
+      const Strip& strip = grid.strips[s];
+      strips_[s] = {tiles, static_cast<uint32_t>(std::min(strip.tile_rows(), grid.rows)), static_cast<uint32_t>(strip.column),
+                    static_cast<uint32_t>(strip.columns)};
+      std::fill_n(strip_of_ + strip.column, strip.columns, static_cast<uint16_t>(s));
+      tiles += static_cast<uint32_t>(strip.tiles(grid.rows));
+    }
+    std::memset(ends_, 0, static_cast<size_t>(tiles) * sizeof *ends_);
+    const uint32_t length = static_cast<uint32_t>(grid.row_length);
+    for (int64_t i = 0; i < n; ++i) {
+      const uint32_t row = positions[i] / length, column = positions[i] - row * length;
+      tiles_[i] = kNone;
+      if (strip_of_[column] == kNone) continue;
+      const StripTiles& strip = strips_[strip_of_[column]];
+      const uint32_t chunk = row / strip.height;
+      tiles_[i] = static_cast<uint16_t>(strip.first + chunk);
+      elements_[i] = (row - chunk * strip.height) * strip.columns + column - strip.column;
+      ++ends_[tiles_[i]];
+    }
+    int64_t at = 0;
+    for (uint32_t t = 0; t < tiles; ++t) {
+      begins_[t] = at;
+      at += ends_[t];
+      ends_[t] = begins_[t];
+    }
+    for (int64_t i = 0; i < n; ++i) {
+      if (tiles_[i] == kNone) continue;
+      const int64_t to = ends_[tiles_[i]]++;
+      moved_[to] = elements_[i];
+      moved_before_[to] = before[i];
+      moved_after_[to] = after[i];
+    }
+    given_ = moved_;
+    before_ = moved_before_;
+    after_ = moved_after_;
+  }
+
+  StripTiles* strips_;                           // [strips]
+  uint16_t* strip_of_;                           // [row_length]
+  int64_t *begins_, *ends_;                      // [tiles]
+  uint16_t* tiles_;                              // [n]
+  uint32_t *elements_, *moved_;                  // [n]
+  T *moved_before_, *moved_after_;               // [n]
+  const uint32_t* given_ = nullptr;
   const T *before_ = nullptr, *after_ = nullptr;
 };
+
+enum Refusal : int64_t { kNoRoom = -1, kUnknownWidth = -2, kUnsorted = -3 };
+
+bool ascend_below(const uint32_t* positions, int64_t n, int64_t end) {
+  int64_t sorted = 1;
+  for (int64_t i = 1; i < n; ++i) sorted += positions[i - 1] < positions[i];
+  return n == 0 || (sorted == n && positions[n - 1] < end);
+}
 
 template <typename T>
 int64_t encode(const Model& model, const T* old, const Grid& grid, const uint32_t* positions, const T* before, const T* after,
                int64_t n, void* memory, uint8_t* out, int64_t room, int64_t* spans) {
+  if (!ascend_below(positions, n, grid.rows * grid.row_length)) return kUnsorted;
   Arena arena(memory);
   const Scratch scratch = tile_scratch(arena);
-  Sorted<T> sorted(arena, grid.count, grid.tiles(), n);
+  Sorted<T> sorted(arena, grid.rows * grid.row_length, grid.count, grid.tiles(), n);
   sorted.sort(grid, positions, before, after, n);
   int64_t written = 0;
-  const bool fits = grid.each_tile([&](const Tile& tile, int64_t index) {
+  const bool fits = grid.each_tile([&](const Tile& tile, int64_t index, const Tile& next) {
     const TileChanges<T> changes = sorted.of(index);
     const int lanes = changes.n < kLaneChanges ? 1 : kMaxLanes;
     const int64_t size = changes.n == 0 ? 0
-                                        : kernels_for<T>().encode(model, {old, grid.row_length}, tile, changes, lanes, scratch,
+                                        : kernels_for<T>().encode(model, {old, grid.row_length}, tile, next, changes, lanes, scratch,
                                                                   out + written, room - written);
     if (size < 0) return false;
     spans[2 * index] = size;
@@ -192,52 +222,35 @@ int64_t encode(const Model& model, const T* old, const Grid& grid, const uint32_
     written += size;
     return true;
   });
-  return fits ? written : -1;
+  return fits ? written : kNoRoom;
 }
 
 template <typename T>
 int64_t tally(const Model& model, const T* old, const Grid& grid, const uint32_t* positions, const T* before, const T* after,
               int64_t n, void* memory, uint64_t* gaps, uint64_t* steps) {
+  if (!ascend_below(positions, n, grid.rows * grid.row_length)) return kUnsorted;
   Arena arena(memory);
   const Scratch scratch = tile_scratch(arena);
-  Sorted<T> sorted(arena, grid.count, grid.tiles(), n);
+  Sorted<T> sorted(arena, grid.rows * grid.row_length, grid.count, grid.tiles(), n);
   sorted.sort(grid, positions, before, after, n);
-  grid.each_tile([&](const Tile& tile, int64_t index) {
+  grid.each_tile([&](const Tile& tile, int64_t index, const Tile& next) {
     const TileChanges<T> changes = sorted.of(index);
     if (changes.n > 0)
-      kernels_for<T>().tally(model, {old, grid.row_length}, tile, changes, scratch, gaps, steps);
+      kernels_for<T>().tally(model, {old, grid.row_length}, tile, next, changes, scratch, gaps, steps);
     return true;
   });
   return 0;
 }
 
-// What decoding needs besides the scratch of a tile: a bit for each element of the block, how many are set before each word of
-// them, and the changes as tiles give them.
+// What decoding needs besides the scratch of a tile: the changes as tiles give them, a mark for each, and how many marks lie before
+// each word of them.
 template <typename T>
 struct Unordered {
   Unordered(Arena& arena, int64_t elements, int64_t capacity)
-      : words((elements + 63) / 64), marks(arena.take<uint64_t>(words)), before(arena.take<uint32_t>(words)),
-        found{arena.take<uint32_t>(capacity), arena.take<T>(capacity)} {}
-
-  // Distinct positions in order, with their steps.
-  void order(int64_t n, uint32_t* positions, T* steps) const {
-    std::memset(marks, 0, static_cast<size_t>(words) * sizeof *marks);
-    for (int64_t i = 0; i < n; ++i) marks[found.positions[i] >> 6] |= 1ull << (found.positions[i] & 63);
-    uint32_t count = 0;
-    for (int64_t w = 0; w < words; ++w) {
-      before[w] = count;
-      count += static_cast<uint32_t>(__builtin_popcountll(marks[w]));
-    }
-    for (int64_t i = 0; i < n; ++i) {
-      const uint32_t position = found.positions[i], w = position >> 6;
-      const uint32_t to = before[w] + static_cast<uint32_t>(__builtin_popcountll(marks[w] & ((1ull << (position & 63)) - 1)));
-      positions[to] = position;
-      steps[to] = found.steps[i];
-    }
-  }
+      : words((elements + 63) / 64), before(arena.take<uint32_t>(words)),
+        found{arena.take<uint32_t>(capacity), arena.take<T>(capacity), arena.take<uint64_t>(words)} {}
 
   int64_t words;
-  uint64_t* marks;
   uint32_t* before;
   Changed<T> found;
 };
@@ -249,21 +262,22 @@ int64_t decode(const Model& model, const T* old, const Grid& grid, const int64_t
   Arena arena(memory);
   const Scratch scratch = tile_scratch(arena);
   const Unordered<T> all(arena, grid.rows * grid.row_length, capacity);
+  std::memset(all.found.marks, 0, static_cast<size_t>(all.words) * sizeof *all.found.marks);
   int64_t total = 0, offset = 0;
-  const bool sound = grid.each_tile([&](const Tile& tile, int64_t index) {
+  const bool sound = grid.each_tile([&](const Tile& tile, int64_t index, const Tile& next) {
     const int64_t size = sizes[index] >> 1;
     if (size > 0 && wanted[index]) {
-      const Changed<T> next{all.found.positions + total, all.found.steps + total};
-      const int64_t found = kernels_for<T>().decode[sizes[index] & 1](model, {old, grid.row_length}, tile, data + offset, size,
-                                                                      scratch, next, capacity - total);
-      if (found < 1) return false;
-      total += found;
+      const Changed<T> here{all.found.positions + total, all.found.steps + total, all.found.marks};
+      const int64_t n = kernels_for<T>().decode[sizes[index] & 1](model, {old, grid.row_length}, tile, next, data + offset, size,
+                                                                  scratch, here, capacity - total);
+      if (n < 1) return false;
+      total += n;
     }
     offset += size;
     return true;
   });
   if (!sound) return -1;
-  all.order(total, positions, steps);
+  kernels_for<T>().order(all.found, total, all.words, all.before, positions, steps);
   return total;
 }
 
@@ -317,7 +331,7 @@ VDS_API int vds_ctx_model(int classes, const uint8_t* last, const uint16_t* gaps
 VDS_API int64_t vds_ctx_scratch_size(int64_t elements, int64_t strips, int64_t tiles, int64_t n) {
   Arena encoding(nullptr), decoding(nullptr);
   tile_scratch(encoding);
-  Sorted<uint32_t>(encoding, strips, tiles, n);
+  Sorted<uint32_t>(encoding, elements, strips, tiles, n);
   tile_scratch(decoding);
   Unordered<uint32_t>(decoding, elements, n);
   return encoding.used() > decoding.used() ? encoding.used() : decoding.used();
@@ -328,11 +342,11 @@ VDS_API int64_t vds_ctx_scratch_size(int64_t elements, int64_t strips, int64_t t
     case 1: return call(uint8_t);  \
     case 2: return call(uint16_t); \
     case 4: return call(uint32_t); \
-    default: return -2;            \
+    default: return kUnknownWidth; \
   }
 
 // Encodes n changes of a block of rows x row_length elements, tile by tile, and writes (size, lanes) of each tile to spans.
-// Strips (column, columns) cover a row in order. Returns the bytes written to `out`, -1 if they would take more than `room`.
+// Strips (column, columns) cover a row in order. Returns the bytes written to `out`, or a Refusal: they take more than `room`, or positions do not ascend.
 VDS_API int64_t vds_ctx_encode(int width, const void* model, const void* old, int64_t rows, int64_t row_length, const int64_t* strips,
                                int64_t count, const uint32_t* positions, const void* before, const void* after, int64_t n,
                                void* scratch, uint8_t* out, int64_t room, int64_t* spans) {
@@ -345,7 +359,7 @@ VDS_API int64_t vds_ctx_encode(int width, const void* model, const void* old, in
 }
 
 // Adds the symbols of the tiles to gaps [classes, 74] and steps [classes, 249]; of `model`, only the classes matter. Here strips need
-// not cover a row: what lies in none is not counted.
+// not cover a row: what lies in none is not counted. Returns 0 or a Refusal.
 VDS_API int64_t vds_ctx_tally(int width, const void* model, const void* old, int64_t rows, int64_t row_length, const int64_t* strips,
                               int64_t count, const uint32_t* positions, const void* before, const void* after, int64_t n,
                               void* scratch, uint64_t* gaps, uint64_t* steps) {

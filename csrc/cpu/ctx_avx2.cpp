@@ -1,6 +1,7 @@
 // The `ctx` codec's tiles for AVX2 and BMI: built with those enabled, called only where the processor has them.
 #include <immintrin.h>
 
+#include <algorithm>
 #include <cstring>
 
 #include "ctx_kernels.h"

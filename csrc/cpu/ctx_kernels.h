@@ -6,9 +6,13 @@
 namespace vds {
 namespace ctx {
 
+constexpr int64_t kMembersSlack = 40;  // counts that are read behind those of a tile's last word
+
 // Memory for one tile at a time.
 struct Scratch {
   uint8_t* contexts;   // kTileElements + 64
+  uint64_t* masks;     // kTileElements / 64
+  uint32_t* before;    // kTileElements / 64 + kMembersSlack
   uint32_t* elements;  // kTileElements
   uint32_t* codes;     // 2 kTileElements + kMaxClasses
   uint16_t* words;     // one more
@@ -30,23 +34,25 @@ struct Old {
   int64_t row_length;
 };
 
-// Where changes go: positions in the block, and steps.
+// Where changes go: positions in the block and steps, in any order, and a mark of each position: bit p mod 64 of word ⌊p / 64⌋.
 template <typename T>
 struct Changed {
   uint32_t* positions;
   T* steps;
+  uint64_t* marks;
 };
 
 template <typename T>
 struct TileKernels {
-  // Writes the tile's changes, class by class. Returns how many, or -1 if it is malformed or there is no room for them.
-  int64_t (*decode[2])(const Model&, const Old<T>&, const Tile&, const uint8_t* data, int64_t size, const Scratch&,
+  // Returns how many changes it found, or -1 if the tile is malformed or there is no room for them.
+  int64_t (*decode[2])(const Model&, const Old<T>&, const Tile&, const Tile& next, const uint8_t* data, int64_t size, const Scratch&,
                        const Changed<T>& out, int64_t room);
+  void (*order)(const Changed<T>& found, int64_t n, int64_t words, uint32_t* before, uint32_t* positions, T* steps);
   // Writes the tile's bytes and returns their number, or -1 if there is no room.
-  int64_t (*encode)(const Model&, const Old<T>&, const Tile&, const TileChanges<T>&, int lanes, const Scratch&, uint8_t* out,
+  int64_t (*encode)(const Model&, const Old<T>&, const Tile&, const Tile& next, const TileChanges<T>&, int lanes, const Scratch&, uint8_t* out,
                     int64_t room);
   // Adds the tile's symbols to the counts of each class.
-  void (*tally)(const Model&, const Old<T>&, const Tile&, const TileChanges<T>&, const Scratch&, uint64_t* gaps, uint64_t* steps);
+  void (*tally)(const Model&, const Old<T>&, const Tile&, const Tile& next, const TileChanges<T>&, const Scratch&, uint64_t* gaps, uint64_t* steps);
 };
 
 struct Kernels {

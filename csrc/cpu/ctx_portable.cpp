@@ -1,9 +1,6 @@
 // The `ctx` codec's tiles for any processor.
+#include <algorithm>
 #include <cstring>
-
-#if defined(__SSE2__)
-#include <immintrin.h>
-#endif
 
 #include "ctx_kernels.h"
 #include "ctx_tile.h"

@@ -1,4 +1,4 @@
-"""Attacks 51–67, 109, 112: shards and streams whose digests fit, but whose content lies. Outcome: a named refusal."""
+"""Attacks 51–67, 109, 112, 135–138: shards and streams whose digests fit, but which lie. Outcome: a named refusal."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from vllm_delta_sync.errors import DigestMismatch, MalformedObject
 from vllm_delta_sync.wire import container, frames, shard
 from vllm_delta_sync.wire.codecs import decode_block
 from vllm_delta_sync.wire.shard import Ends
-from vllm_delta_sync.wire.table import Block
+from vllm_delta_sync.wire.table import Block, VersionTable
 from vllm_delta_sync.wire.tensors import TensorSpec
 
 SPEC = TensorSpec("a", "BF16", (1000,))
@@ -45,6 +45,9 @@ ATTACKS = {
     "62 a frame of unknown size": block(
         zstandard.ZstdCompressor(write_content_size=False).compress(b"\x00\x00"), STEPS, 2, (2, 2)
     ),
+    "135 a bitmap with a bit set beyond the block": block(stream(bytes([1, *[0] * 124, 1])), STEPS, 2, (126, 2), 4),
+    "136 a bitmap with more bits set than changes": block(stream(bytes([7, *[0] * 124])), STEPS, 2, (125, 2), 4),
+    "137 a bitmap with fewer bits set than changes": block(stream(bytes(125)), STEPS, 2, (125, 2), 4),
 }
 
 
@@ -57,6 +60,16 @@ def test_a_lying_stream_is_refused_by_the_name_of_its_tensor(name: str) -> None:
 def test_the_block_that_the_attacks_start_from_is_sound() -> None:
     decoded = decode_block(*block(stream(b"\x00\x00"), STEPS, 2, (2, 2)))
     assert decoded.positions.tolist() == [0, 1]
+    decoded = decode_block(*block(stream(bytes([3, *[0] * 124])), STEPS, 2, (125, 2), 4))
+    assert decoded.positions.tolist() == [0, 1]
+
+
+def test_138_a_bitmap_that_is_not_a_bit_for_each_element_is_refused_with_its_table() -> None:
+    for size in (124, 126, 1 << 24):
+        row, _ = block(stream(bytes(4)), STEPS, 2, (size, 2), 4)
+        table = VersionTable((SPEC,), np.zeros((1, 4), np.uint32), (row,))
+        with pytest.raises(MalformedObject, match="a bit for each element"):
+            VersionTable.from_bytes(table.to_bytes())
 
 
 def test_52_positions_that_overflow_32_bits_are_refused() -> None:

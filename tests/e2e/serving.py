@@ -6,6 +6,7 @@ The server is real `vllm serve`; the trainer changes weights without training, s
 from __future__ import annotations
 
 import json
+import os
 import re
 import time
 from collections.abc import Callable, Iterator
@@ -56,8 +57,15 @@ def serving(model: Path, bucket: Path, log: Path, *, tensor_parallel: int = 1, *
         "additional-config": {"delta_sync": delta_sync},
         "enable-prompt-tokens-details": True,
     }
-    with VllmServer(model, log, tensor_parallel=tensor_parallel, options=options) as server:
+    core = own_core() if tensor_parallel == 1 else {}
+    with VllmServer(model, log, tensor_parallel=tensor_parallel, options=options, environment=core) as server:
         yield server
+
+
+def own_core() -> dict[str, str]:
+    """Lets a server of one rank compute beside that of another worker of pytest-xdist, not on the same core."""
+    number = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0")[2:])
+    return {"VLLM_CPU_OMP_THREADS_BIND": str(number % (os.cpu_count() or 1))}
 
 
 def metric(server: VllmServer, name: str, **labels: str) -> float:

@@ -86,4 +86,4 @@ def test_a_trainer_restarted_on_an_export_is_followed_on_without_a_restart_of_th
 
 def test_no_request_was_lost(run: Run) -> None:
     traffic = run.load.stop()
-    assert traffic.failures == () and traffic.finished >= 3
+    assert traffic.failures == () and traffic.finished >= 2  # one a stream

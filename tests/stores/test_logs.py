@@ -13,7 +13,7 @@ from tiny_training import logged, state_of
 from tests.hub.process import WRITER, HubProcess
 from vllm_delta_sync.config import HfStoreConfig
 from vllm_delta_sync.errors import DeltaSyncError, PublishError, RivalWriter
-from vllm_delta_sync.log import DeltaLog, FoldSchedule, LogWriter
+from vllm_delta_sync.log import DeltaLog, FoldSchedule, LogWriter, pointer
 from vllm_delta_sync.log.replica import Replica
 from vllm_delta_sync.log.tail import Tail, TipWatch
 from vllm_delta_sync.log.verify import verify
@@ -168,8 +168,9 @@ def test_a_follower_whose_token_is_revoked_goes_on_when_it_may_again(
 
 @pytest.mark.parametrize("lost", ["safetensors", "manifest", "LATEST"])
 def test_a_version_of_which_the_bucket_loses_a_part_is_not_visible_and_the_next_publish_brings_it(
-    hub: HubProcess, bucket: Store, lost: str
+    hub: HubProcess, bucket: Store, lost: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(pointer, "_LATE_S", (0.1, 0.1))  # nothing comes late here
     weights = {"w": torch.zeros(1000)}
     with Publisher.open(bucket, weights, anchor="always") as publisher:
         follower = Follower(bucket.uri)

@@ -66,9 +66,9 @@ def measure(old: Path, new: Path, threads: int = 1, rounds: int = 9) -> ApplyTim
     step = read_step(old, new)
     torch.set_num_threads(threads)
     contenders: dict[str, Callable[[], object]] = {
-        "ours": _ours(step, threads),
-        "ours on two threads": _ours(step, 2),
-        "index_copy_": _index_copy(step),
+        "ours": ours(step, threads),
+        "ours on two threads": ours(step, 2),
+        "index_copy_": index_copy(step),
         "vllm": _vllm(step, old),
     }
     try:
@@ -92,7 +92,8 @@ def _joined(step: Step) -> tuple[U32, Bits, Bits]:
     return positions, old, new
 
 
-def _ours(step: Step, threads: int) -> Callable[[], object]:
+def ours(step: Step, threads: int) -> Callable[[], object]:
+    """A commit by our kernel: there and back in turns, in memory of its own."""
     live = [bits.copy() for bits in step.live]
     ends = np.cumsum([change.positions.size for change in step.changes])
     segments = np.zeros((len(live), 4), np.int64)
@@ -117,7 +118,8 @@ def _torch_rows(step: Step) -> list[tuple[torch.Tensor, list[torch.Tensor]]]:
     return rows
 
 
-def _index_copy(step: Step) -> Callable[[], object]:
+def index_copy(step: Step) -> Callable[[], object]:
+    """The same by torch's `index_copy_`, tensor by tensor, which neither compares nor can undo."""
     live = [torch.from_numpy(bits.copy().view(np.int16)).view(torch.bfloat16) for bits in step.live]
     rows = _torch_rows(step)
 

@@ -5,6 +5,7 @@ Does not know what it times.
 
 from __future__ import annotations
 
+import gc
 import statistics
 import time
 from collections.abc import Callable, Mapping
@@ -23,10 +24,16 @@ def interleaved(contenders: Mapping[str, Callable[[], object]], rounds: int) -> 
     """
     other = np.ones(EVICTION_BYTES, np.uint8)
     taken: dict[str, list[float]] = {name: [] for name in contenders}
-    for _ in range(rounds):
-        for name, run in contenders.items():
-            native.read_sum(other)
-            start = time.perf_counter()
-            run()
-            taken[name].append(time.perf_counter() - start)
+    collecting = gc.isenabled()
+    gc.disable()  # as timeit does: a collection of all that was imported falls on whoever happens to be at work
+    try:
+        for _ in range(rounds):
+            for name, run in contenders.items():
+                native.read_sum(other)
+                start = time.perf_counter()
+                run()
+                taken[name].append(time.perf_counter() - start)
+    finally:
+        if collecting:
+            gc.enable()
     return {name: statistics.median(seconds) for name, seconds in taken.items()}

@@ -19,9 +19,11 @@ from vllm_delta_sync.native import Changes, CtxModel
 from vllm_delta_sync.store import Store
 from vllm_delta_sync.trainer.splits import split_dim
 from vllm_delta_sync.wire import codec_rules, ctx, dtypes, state_hash
-from vllm_delta_sync.wire.codecs import Context, EncodedBlock, ctx_of, dense_block, encode_block, gap_abs_block, gap_of
+from vllm_delta_sync.wire.codecs import Context, ctx_of, dense_block, encode_block
+from vllm_delta_sync.wire.encoded import EncodedBlock
 from vllm_delta_sync.wire.manifest import BaseRef
 from vllm_delta_sync.wire.shard import TARGET_BYTES, Ends, pack_shard
+from vllm_delta_sync.wire.sparse import bitmapped, gap_abs_block, gap_of
 from vllm_delta_sync.wire.tensors import TensorSpec
 
 Task: TypeAlias = Callable[[], Any]
@@ -61,8 +63,8 @@ def _adaptive(found: Found, model: CtxModel | None) -> EncodedBlock:
 
 def _ctx(found: Found, model: CtxModel | None) -> EncodedBlock:
     part = found.part
-    if model is None:  # only half floats have steps; other tensors of a checkpoint go with absolute values
-        return _gap_abs(found, None)
+    if model is None:  # of a dtype of 8 bytes
+        return _gap(found, None)
     coded = ctx_of(part.spec, found.changes, part.start, Context(model, part.old, split_dim(part.spec)))
     return coded if coded is not None else _dense(found, None)
 
@@ -75,6 +77,14 @@ def _gap_abs(found: Found, _: CtxModel | None) -> EncodedBlock:
     return gap_abs_block(found.changes.positions, found.changes.new)
 
 
+def _bitmap(found: Found, model: CtxModel | None) -> EncodedBlock:
+    return bitmapped(_gap(found, model), found.changes.positions, found.part.count)
+
+
+def _bitmap_abs(found: Found, model: CtxModel | None) -> EncodedBlock:
+    return bitmapped(_gap_abs(found, model), found.changes.positions, found.part.count)
+
+
 def _dense(found: Found, _: CtxModel | None) -> EncodedBlock:
     return dense_block(found.part.new, found.changes.positions.size)
 
@@ -85,6 +95,8 @@ CODINGS: Mapping[str, Coding] = {
     codec_rules.NAMES[codec_rules.CTX]: Coding(_ctx, modelled=True),
     codec_rules.NAMES[codec_rules.GAP]: Coding(_gap),
     codec_rules.NAMES[codec_rules.GAP_ABS]: Coding(_gap_abs),
+    codec_rules.NAMES[codec_rules.BITMAP]: Coding(_bitmap),
+    codec_rules.NAMES[codec_rules.BITMAP_ABS]: Coding(_bitmap_abs),
     codec_rules.NAMES[codec_rules.DENSE]: Coding(_dense),
     "adaptive": ADAPTIVE,
 }

@@ -6,6 +6,7 @@ Does not measure time.
 from __future__ import annotations
 
 import tempfile
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -14,6 +15,8 @@ from vllm_delta_sync.bench.codings import CODINGS, payload_bytes, updates, write
 from vllm_delta_sync.bench.entropy import Entropy
 from vllm_delta_sync.bench.step import parts, read
 from vllm_delta_sync.wire.shard import Ends
+
+CHOSEN = ("ctx", "adaptive")
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,6 +36,7 @@ class WireSizes:
     density: float  # of all elements
     manifest_bytes: int  # of ours, for any codec; in none of the rows
     rows: tuple[Row, ...]
+    dearer_tensors: dict[str, int]  # how many `ctx`, or the choice, code in more bytes than gap and dense do
     entropy: Entropy
 
 
@@ -46,9 +50,12 @@ def measure(old: Path, new: Path) -> WireSizes:
     with tempfile.TemporaryDirectory() as bucket:
         writer = write_log(bucket, old, [before, after])
     published, ends = writer.tip.totals, Ends(writer.log.run, 0, 1)
-    sizes: dict[str, int | None] = {
-        name: payload_bytes(ends, updates(before, after, coding)) for name, coding in CODINGS.items()
-    }
+    sizes: dict[str, int | None] = {}
+    by_tensor: dict[str, dict[str, int]] = {}
+    for name, coding in CODINGS.items():
+        found = updates(before, after, coding)
+        sizes[name] = payload_bytes(ends, found)
+        by_tensor[name] = {one.spec.name: sum(code.stored for _, _, code in one.blocks) for one in found}
     package = peers.arc_package(patient=True)
     sizes["arc_v3"] = None if package is None else peers.ArcV3(package, before, after).bytes()
     sizes["xor_zstd"] = peers.xor_zstd_bytes(before, after)
@@ -59,5 +66,11 @@ def measure(old: Path, new: Path) -> WireSizes:
         density=changed / published.elements,
         manifest_bytes=writer.pointer.manifest.size,
         rows=tuple(Row(name, size, None if size is None else size / changed) for name, size in sizes.items()),
+        dearer_tensors={name: _dearer(by_tensor[name], by_tensor["gap"], by_tensor["dense"]) for name in CHOSEN},
         entropy=entropy.measure(blocks),
     )
+
+
+def _dearer(sizes: Mapping[str, int], *others: Mapping[str, int]) -> int:
+    """How many tensors take more bytes than by the best of the others."""
+    return sum(size > min(other[name] for other in others) for name, size in sizes.items())

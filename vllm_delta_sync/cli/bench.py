@@ -15,6 +15,7 @@ from rich.console import Console
 from vllm_delta_sync import native
 from vllm_delta_sync.cli import output, schedule_options
 from vllm_delta_sync.cli.bench_codecs import encode, memory, wire
+from vllm_delta_sync.cli.bench_curves import curves
 from vllm_delta_sync.cli.bench_input import Cache, DataName, New, Old, Rounds, checkpoints
 from vllm_delta_sync.errors import ConfigError
 from vllm_delta_sync.log import FoldSchedule
@@ -27,6 +28,7 @@ app = typer.Typer(
 app.command()(wire)
 app.command()(encode)
 app.command()(memory)
+app.command()(curves)
 
 
 @app.command()

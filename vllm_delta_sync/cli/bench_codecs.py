@@ -35,9 +35,7 @@ def wire(
 
     sizes = measurement.measure(*checkpoints(old, new, data, cache))
     if json:
-        rows = [asdict(row) for row in sizes.rows]
-        found = {"changed": sizes.changed, "density": sizes.density, "rows": rows, "entropy": asdict(sizes.entropy)}
-        output.print_json(found)
+        output.print_json(asdict(sizes))
         return
     console = output.console()
     console.print(
@@ -45,6 +43,8 @@ def wire(
         f"whole payloads, to which a manifest of {sizes.manifest_bytes:,} bytes comes"
     )
     console.print(_sizes(sizes))
+    for name, count in sizes.dearer_tensors.items():
+        console.print(f"tensors that {name} makes larger than both gap and dense do: {count}")
 
 
 def _sizes(sizes: WireSizes) -> Table:

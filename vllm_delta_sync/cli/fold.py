@@ -47,7 +47,7 @@ def fold(
     with output.progress() as show:
         if schedule:
             wanted = FoldSchedule(power, levels, reach, stride)
-            made = write_scheduled(log, wanted, first, threads=threads, progress=show)
+            made = write_scheduled(log, wanted, first, base, threads=threads, progress=show)
         else:
             if source is None or to is None or source == to:
                 raise ConfigError("a fold needs both ends, --from and --to, and they must differ")

@@ -14,8 +14,10 @@ import numpy.typing as npt
 from vllm_delta_sync import native
 from vllm_delta_sync.errors import BaseNeeded
 from vllm_delta_sync.wire import dtypes
-from vllm_delta_sync.wire.codec_rules import CTX, DENSE, GAP, SLACK_BYTES
-from vllm_delta_sync.wire.codecs import EncodedBlock, decode_encoded, dense_block, gap_abs_block, gap_block
+from vllm_delta_sync.wire.codec_rules import BITMAP, CTX, DENSE, GAP, SLACK_BYTES
+from vllm_delta_sync.wire.codecs import decode_encoded, dense_block
+from vllm_delta_sync.wire.encoded import EncodedBlock
+from vllm_delta_sync.wire.sparse import gap_abs_block, gap_block, smaller_index
 from vllm_delta_sync.wire.tensors import TensorSpec
 
 Bits = npt.NDArray[Any]  # unsigned integers of a dtype's width
@@ -53,25 +55,31 @@ class Held:
 
 
 def hold(spec: TensorSpec, start: int, count: int, encoded: EncodedBlock, changes: native.Changes) -> Held:
-    """A block encoded from these changes, with its steps beside it where it has some and does not consist of them."""
-    beside = dtypes.by_name(spec.dtype).half and encoded.codec != GAP
-    if not beside:
-        return Held(start, count, encoded)
-    # The step from an old to a new value is that from zero to the value as many steps above zero.
-    zeros = np.zeros_like(changes.old)
-    raw = native.encode_steps(changes.old, changes.new)
-    steps = native.decode_steps(raw, zeros.size)
-    return Held(start, count, encoded, gap_block(changes.positions, steps))
+    """A block encoded from these changes, with its steps beside it where it has some and does not consist of them.
+
+    One of codec ctx, of which nothing can be composed, is held as steps or values instead.
+    """
+    half = dtypes.by_name(spec.dtype).half
+    if encoded.codec == CTX:
+        change = Change(changes.positions, _steps_of(changes) if half else None, changes.new)
+        try:
+            return encode(spec, start, count, change) or Held(start, count, encoded)
+        except BaseNeeded:  # as steps it is larger than a dense copy; it can be in no fold
+            return Held(start, count, encoded)
+    beside = gap_block(changes.positions, _steps_of(changes)) if half and encoded.codec not in (GAP, BITMAP) else None
+    return Held(start, count, encoded, beside)
+
+
+def _steps_of(changes: native.Changes) -> Steps:
+    return native.decode_steps(native.encode_steps(changes.old, changes.new), changes.positions.size)
 
 
 def decode(spec: TensorSpec, held: Held) -> Change:
     """The change that a held block is.
 
-    Raises MalformedObject when a stream breaks docs/protocol.md, BaseNeeded for a ctx block without steps beside it.
+    Raises MalformedObject when a stream breaks docs/protocol.md, BaseNeeded for a block of codec ctx.
     """
     what = f"block {spec.name!r} [{held.start}, {held.start + held.count})"
-    if held.encoded.codec == CTX and held.steps is not None:
-        return decode(spec, Held(held.start, held.count, held.steps))
     found = decode_encoded(spec, held.start, held.count, held.encoded, what)
     whole = found.values if held.encoded.codec == DENSE else None
     if held.steps is None:
@@ -91,13 +99,16 @@ def encode(spec: TensorSpec, start: int, count: int, change: Change) -> Held | N
     if not change.positions.size:
         return None
     size = count * spec.width
-    steps = gap_block(change.positions, change.steps) if change.steps is not None else None
+    steps = None
+    if change.steps is not None:
+        steps = smaller_index(gap_block(change.positions, change.steps), change.positions, count)
     # As in wire.codecs: only where steps take more than a byte each can values be the smaller.
     if steps is not None and len(steps.value) <= steps.changed and steps.stored <= size:
         return Held(start, count, steps)
     choices = [] if steps is None else [steps]
     if change.values is not None:
-        choices.append(gap_abs_block(change.positions, change.values))
+        values = gap_abs_block(change.positions, change.values)
+        choices.append(smaller_index(values, change.positions, count))
     whole = change.values if change.positions.size == count else change.whole
     if whole is not None:
         choices.append(dense_block(whole, count))
@@ -202,12 +213,10 @@ def cut(change: Change, start: int, count: int) -> Change:
 def of_fold(held: Held) -> Held:
     """The block as a fold states it: a dense one changes its whole range, whoever else had counted.
 
-    A fold has no ctx blocks: who folds has steps, not the values before them. Raises BaseNeeded without those steps.
+    A fold has no ctx blocks: who folds does not have the values before them. Raises BaseNeeded for such a one.
     """
     if held.encoded.codec == CTX:
-        if held.steps is None:
-            raise BaseNeeded("a block of codec ctx does not tell its steps without the values before them")
-        return Held(held.start, held.count, held.steps)
+        raise BaseNeeded("a block of codec ctx does not tell its steps without the values before them")
     if held.encoded.codec != DENSE or held.encoded.changed == held.count:
         return held
     return replace(held, encoded=replace(held.encoded, changed=held.count))

@@ -20,7 +20,7 @@ from vllm_delta_sync.log.anchoring import Checkpoint
 from vllm_delta_sync.log.discarding import discarding
 from vllm_delta_sync.log.layers import End, Layer
 from vllm_delta_sync.log.schedule import AnchorPolicy, FoldSchedule, prune, with_folds
-from vllm_delta_sync.log.shelf import MEMORY_BYTES, Shelf
+from vllm_delta_sync.log.shelf import Shelf
 from vllm_delta_sync.log.writer import LogWriter
 from vllm_delta_sync.store import Batch, together
 from vllm_delta_sync.wire.catalog import Anchor, Catalog, Fold
@@ -73,8 +73,7 @@ class Folder:
     Args:
         writer: the publisher's; only what has to do with catalogs is called here, while `turn` is held.
         turn: held while anybody writes through the writer, which only one thread may do at a time.
-        threads: tensors composed at a time.
-        memory_bytes: of recent layers kept, so that they are not read back from the store.
+        shelf: the writer's log, with layers that are at hand.
     """
 
     def __init__(
@@ -83,16 +82,13 @@ class Folder:
         schedule: FoldSchedule | None,
         anchorage: Anchorage | None,
         turn: threading.Lock,
-        *,
-        threads: int = 1,
-        memory_bytes: int = MEMORY_BYTES,
+        shelf: Shelf,
     ) -> None:
         self._writer = writer
         self._schedule = schedule
         self._anchorage = anchorage
         self._turn = turn
-        self._memory_bytes = memory_bytes
-        self._shelf = Shelf(writer.log, writer.pointer, memory_bytes=memory_bytes, threads=threads)
+        self._shelf = shelf
         self._changed = threading.Condition()
         self._waiting: deque[tuple[int, Layer | None]] = deque()
         tip = End(writer.tip.version, writer.tip.state_root, writer.pointer.manifest)
@@ -109,7 +105,7 @@ class Folder:
         """A version is durable."""
         with self._changed:
             held = sum(waiting.stored for _, waiting in self._waiting if waiting is not None)
-            self._waiting.append((layer.to.version, layer if held < self._memory_bytes else None))
+            self._waiting.append((layer.to.version, layer if held < self._shelf.memory_bytes else None))
             self._durable.append(layer.to)
             self._changed.notify_all()
 

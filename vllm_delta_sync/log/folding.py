@@ -8,12 +8,13 @@ from __future__ import annotations
 import logging
 import uuid
 
-from vllm_delta_sync.errors import BaseNeeded, VersionGap
+from vllm_delta_sync.errors import BaseNeeded, ConfigError, VersionGap
 from vllm_delta_sync.log import layers, names, payload
 from vllm_delta_sync.log.amend import amend
 from vllm_delta_sync.log.base import Base
 from vllm_delta_sync.log.discarding import discarding
 from vllm_delta_sync.log.layers import Layer
+from vllm_delta_sync.log.materialize import reconstructed
 from vllm_delta_sync.log.packing import pack
 from vllm_delta_sync.log.progress import Progress, silent
 from vllm_delta_sync.log.reader import DeltaLog
@@ -22,7 +23,7 @@ from vllm_delta_sync.log.shelf import Shelf
 from vllm_delta_sync.store import Batch, together
 from vllm_delta_sync.wire import shard
 from vllm_delta_sync.wire.catalog import Fold
-from vllm_delta_sync.wire.manifest import Totals
+from vllm_delta_sync.wire.manifest import LatestPointer, Totals
 from vllm_delta_sync.wire.shard import Ends
 
 logger = logging.getLogger(__name__)
@@ -93,10 +94,35 @@ def write_fold(
     return _put_alone(log, layer, log.base(pointer).totals)
 
 
+class _Replayed:
+    """A shelf that goes through the versions, model in hand, when one of its layers asks for the values before it."""
+
+    def __init__(self, log: DeltaLog, pointer: LatestPointer, base: Base, threads: int) -> None:
+        self._log = log
+        self._tip = pointer.version
+        self._base = base
+        self._shelf = Shelf(log, pointer, threads=threads)
+        self._gone_through = False
+
+    def layer(self, source: int, to: int) -> Layer:
+        """As `Shelf.layer`; kept. Raises ConfigError, too, when a base is needed that was not given."""
+        try:
+            found = self._shelf.layer(source, to)
+        except BaseNeeded:
+            if self._gone_through:
+                raise
+            self._gone_through = True
+            with reconstructed(self._log, self._tip, self._base, keep=self._shelf.add):
+                found = self._shelf.layer(source, to)
+        self._shelf.add(found)
+        return found
+
+
 def write_scheduled(
     log: DeltaLog,
     schedule: FoldSchedule,
     first: int | None = None,
+    base: Base = None,
     *,
     threads: int = 1,
     progress: Progress = silent,
@@ -105,12 +131,14 @@ def write_scheduled(
 
     Args:
         first: the oldest version at which they may end; None: as far back as catalogs keep all folds.
+        base: the checkpoint of version 0, as for `materialize`; used only where deltas are coded against the values
+            before them.
 
     What cannot be composed from the log is left out and logged. Raises what reading and writing raise.
     """
     pointer = log.latest()
     catalog = log.catalog(pointer)
-    shelf = Shelf(log, pointer, threads=threads)
+    shelf = _Replayed(log, pointer, base, threads)
     begin = max(first if first is not None else pointer.version - NEAR, catalog.oldest, 1)
     wanted = schedule.missing(catalog, begin, pointer.version)
     made: list[Fold] = []
@@ -119,10 +147,9 @@ def write_scheduled(
         progress("folding", number, len(wanted))
         try:
             layer = shelf.layer(source, to)
-        except (BaseNeeded, VersionGap) as error:
+        except (BaseNeeded, VersionGap, ConfigError) as error:
             logger.warning("no fold from version %d to %d: %s", source, to, error)
             continue
-        shelf.add(layer)
         made.append(_put_alone(log, layer, totals))
     progress("folding", len(wanted), len(wanted))
     if made:

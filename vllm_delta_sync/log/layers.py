@@ -11,6 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import pairwise
+from operator import attrgetter
 
 from vllm_delta_sync import native
 from vllm_delta_sync.errors import VersionGap
@@ -18,7 +19,7 @@ from vllm_delta_sync.log import compose as blocks
 from vllm_delta_sync.log.compose import Bits, Change, Held
 from vllm_delta_sync.log.packing import TensorUpdate
 from vllm_delta_sync.wire import state_hash
-from vllm_delta_sync.wire.codecs import encode_block, encoded_of
+from vllm_delta_sync.wire.codecs import EncodedBlock, encode_block, encoded_of
 from vllm_delta_sync.wire.frames import Buffer
 from vllm_delta_sync.wire.manifest import ObjectRef
 from vllm_delta_sync.wire.state_hash import Lanes
@@ -69,18 +70,22 @@ def of_payload(source: End, to: End, table: VersionTable, found: Iterable[tuple[
     """The layer of a table and the stored bytes of all its blocks. Raises DigestMismatch for a damaged block."""
     held: dict[int, list[Held]] = {}
     for block, payload in found:
-        found_at = encoded_of(block, payload)
-        # Copied, so that a layer holds its blocks and not the whole shards they came from.
-        encoded = replace(found_at, index=bytes(found_at.index), value=bytes(found_at.value))
-        held.setdefault(block.tensor, []).append(Held(block.start, block.count, encoded))
-    return _layer(
-        source,
-        to,
-        (
-            Changed(table.tensors[tensor], table.hashes[tensor], sorted(rows, key=lambda row: row.start))
-            for tensor, rows in held.items()
-        ),
-    )
+        held.setdefault(block.tensor, []).append(Held(block.start, block.count, own(block, payload)))
+    of_tensors = {table.tensors[tensor]: (table.hashes[tensor], rows) for tensor, rows in held.items()}
+    return of_blocks(source, to, of_tensors)
+
+
+def of_blocks(source: End, to: End, tensors: Mapping[TensorSpec, tuple[Lanes, Sequence[Held]]]) -> Layer:
+    """The layer of blocks in any order, and of their tensors' lanes u32[4] at its end."""
+    by_start = attrgetter("start")
+    changed = (Changed(spec, lanes, sorted(rows, key=by_start)) for spec, (lanes, rows) in tensors.items())
+    return _layer(source, to, changed)
+
+
+def own(block: Block, payload: Buffer) -> EncodedBlock:
+    """A block as it is stored, copied, so that a layer holds it and not the whole shard. Raises DigestMismatch."""
+    found = encoded_of(block, payload)
+    return replace(found, index=bytes(found.index), value=bytes(found.value))
 
 
 def compose(first: Layer, second: Layer, *, threads: int = 1) -> Layer:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 from vllm_delta_sync.errors import VersionGap
 from vllm_delta_sync.log.base import Base, Tensor, anchor_directory, base_bytes, base_directory
 from vllm_delta_sync.log.progress import Progress, silent
-from vllm_delta_sync.log.replica import Replica
+from vllm_delta_sync.log.replica import Keep, Replica
 from vllm_delta_sync.log.route import Route
 
 if TYPE_CHECKING:
@@ -41,33 +41,36 @@ def materialize(log: DeltaLog, version: int, base: Base = None, *, progress: Pro
 
 @contextmanager
 def reconstructed(
-    log: DeltaLog, version: int, base: Base = None, *, progress: Progress = silent
+    log: DeltaLog, version: int, base: Base = None, *, progress: Progress = silent, keep: Keep | None = None
 ) -> Iterator[tuple[Replica, Path | Mapping[str, Tensor]]]:
-    """A replica at a version, and the checkpoint that it began with; raises as `materialize` does."""
+    """A replica at a version, and the checkpoint that it began with; raises as `materialize` does.
+
+    `keep`: is given the deltas on the way, as `Replica.apply` does.
+    """
     pointer = log.latest()
     first = log.base(pointer)
     at = _beginning(log, pointer, base_bytes(first, base), version)
     if at is not None:
-        with _from_anchor(log, pointer, at, version, progress) as found:
+        with _from_anchor(log, pointer, at, version, progress, keep) as found:
             yield found
         return
     with base_directory(log, first, base) as found_base:
         replica = Replica.at_base(log, pointer, found_base, progress)
-        replica.go_to(pointer, version, progress)
+        replica.go_to(pointer, version, progress, keep)
         yield replica, found_base
 
 
 @contextmanager
-def reconstructed_without_base(log: DeltaLog, version: int) -> Iterator[tuple[Replica, Path]]:
+def reconstructed_without_base(log: DeltaLog, version: int, keep: Keep | None = None) -> Iterator[tuple[Replica, Path]]:
     """A replica at a version, by way of an anchor of the catalog, whatever is where the base should be, and its files.
 
-    Raises VersionGap when no anchor leads there, and else as `materialize` does.
+    `keep`: as for `reconstructed`. Raises VersionGap when no anchor leads there, and else as `materialize` does.
     """
     pointer = log.latest()
     at = _beginning(log, pointer, None, version)
     if at is None:
         raise VersionGap(f"{log.store.uri}: no anchor leads to version {version}")
-    with _from_anchor(log, pointer, at, version, silent) as found:
+    with _from_anchor(log, pointer, at, version, silent, keep) as found:
         yield found
 
 
@@ -85,10 +88,10 @@ def _beginning(log: DeltaLog, pointer: LatestPointer, base_bytes: int | None, ve
 
 @contextmanager
 def _from_anchor(
-    log: DeltaLog, pointer: LatestPointer, at: Hop, version: int, progress: Progress
+    log: DeltaLog, pointer: LatestPointer, at: Hop, version: int, progress: Progress, keep: Keep | None
 ) -> Iterator[tuple[Replica, Path]]:
     assert at.checkpoint is not None, "a beginning is an anchor"
     with anchor_directory(log, at.checkpoint) as directory:
         replica = Replica.at_anchor(log, at, directory, progress)
-        replica.go_to(pointer, version, progress)
+        replica.go_to(pointer, version, progress, keep)
         yield replica, directory

@@ -5,7 +5,7 @@ Does not touch live weights of a server, and does not poll: its caller says when
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -13,8 +13,11 @@ import numpy as np
 
 from vllm_delta_sync import native
 from vllm_delta_sync.errors import LogError, MalformedObject, NotFound, StateError, StateHashMismatch, VersionGap
+from vllm_delta_sync.log import layers
 from vllm_delta_sync.log.base import Base, Tensor, anchor_directory, base_directory, proven
+from vllm_delta_sync.log.compose import Held, hold
 from vllm_delta_sync.log.fetcher import Fetcher
+from vllm_delta_sync.log.layers import End, Layer
 from vllm_delta_sync.log.needs import Needs
 from vllm_delta_sync.log.progress import Progress, silent
 from vllm_delta_sync.log.route import Route
@@ -29,6 +32,7 @@ from vllm_delta_sync.wire.tensors import TensorSpec
 if TYPE_CHECKING:
     from vllm_delta_sync.log.reader import DeltaLog
 
+Keep = Callable[[Layer], object]
 _Undo = tuple[str, int, np.ndarray, np.ndarray]  # tensor, block's start, positions, old bits
 
 
@@ -97,20 +101,24 @@ class Replica:
         require_onward(self.log, pointer, self.version)
         self.go_to(pointer, pointer.goal)
 
-    def go_to(self, pointer: LatestPointer, goal: int, progress: Progress = silent) -> None:
-        """Go to any version that `pointer` leads to, as `follow` does."""
+    def go_to(self, pointer: LatestPointer, goal: int, progress: Progress = silent, keep: Keep | None = None) -> None:
+        """Go to any version that `pointer` leads to, as `follow` does. `keep`: as for `apply`."""
         start = self.version
         while (hop := self.route.next_hop(pointer, self.held, self.version, goal)) is not None:
             progress("applying deltas", abs(self.version - start), abs(goal - start))
             try:
-                self.apply(hop)
+                self.apply(hop, keep)
             except (LogError, StateError, NotFound):
                 if not self.route.avoid(hop):
                     raise
         progress("applying deltas", abs(goal - start), abs(goal - start))
 
-    def apply(self, hop: Hop) -> None:
+    def apply(self, hop: Hop, keep: Keep | None = None) -> None:
         """Take one hop. On any error the replica is what it was.
+
+        Args:
+            keep: is given each delta that was taken, with the steps of its blocks where they have some: who holds the
+                values before can tell them, and from then on it composes without those.
 
         Raises VersionGap when the hop does not begin at what is held, StateHashMismatch when its effect is not the one
         it states, and what fetching and decoding raise.
@@ -123,14 +131,20 @@ class Replica:
         what = f"{self.log.store.uri}/{hop.shards[0].key}"
         table.require_known(self._specs, what)
         lanes, undo = {spec: self.lanes[spec] for spec in table.tensors}, list[_Undo]()
+        held: dict[TensorSpec, list[Held]] = {}
         try:
             for block, payload in self._fetcher.blocks(hop, table):
                 self._change(block, payload, lanes, undo)
+                if keep is not None and hop.kind == "delta":
+                    held.setdefault(block.spec, []).append(self._held(block, payload, undo[-1]))
             root = self._proven_root(hop, table, lanes, what)
         except BaseException:
             for name, start, positions, old in reversed(undo):
                 self.tensors[name][1][start:][positions] = old
             raise
+        if keep is not None and hop.kind == "delta":
+            ends = End(self.version, self.root, self.held), End(hop.to, root, hop.target)
+            keep(layers.of_blocks(*ends, {spec: (lanes[spec], rows) for spec, rows in held.items()}))
         self.lanes.update(lanes)
         self.held, self.version, self.root = hop.target, hop.to, root
 
@@ -161,6 +175,14 @@ class Replica:
         undo.append((spec.name, block.start, decoded.positions, old))
         bits[decoded.positions] = new
         lanes[spec] = state_hash.add(lanes[spec], effect)
+
+    def _held(self, block: Block, payload: Buffer, undo: _Undo) -> Held:
+        """A block that was taken, with its steps."""
+        name, start, positions, old = undo
+        new = self.tensors[name][1][start:][positions]
+        differ = old != new  # a dense block lists every element
+        changes = native.Changes(positions[differ], old[differ], new[differ])
+        return hold(block.spec, start, block.count, layers.own(block, payload), changes)
 
     def _proven_root(
         self, hop: Hop, table: VersionTable, lanes: Mapping[TensorSpec, state_hash.Lanes], what: str

@@ -20,6 +20,7 @@ from vllm_delta_sync.wire.payload import Payload
 from vllm_delta_sync.wire.state_hash import Lanes
 
 MEMORY_BYTES = 256 << 20
+MODEL_SHARE = 8  # one part in so many of a model's size may be kept of its changes, if that is more
 _KEPT_ENDS = 4096  # versions
 
 
@@ -35,10 +36,10 @@ class Shelf:
     def __init__(
         self, log: DeltaLog, pointer: LatestPointer, *, memory_bytes: int = MEMORY_BYTES, threads: int = 1
     ) -> None:
+        self.memory_bytes = memory_bytes
         self._log = log
         self._pointer = pointer
         self._route = Route(log)
-        self._memory_bytes = memory_bytes
         self._threads = threads
         self._kept: OrderedDict[tuple[int, int], Layer] = OrderedDict()
         self._ends: OrderedDict[int, End] = OrderedDict()
@@ -58,7 +59,7 @@ class Shelf:
             self._unit = max(1, layer.stored)
         self._kept[layer.source.version, layer.to.version] = layer
         self._kept.move_to_end((layer.source.version, layer.to.version))
-        while len(self._kept) > 1 and sum(kept.stored for kept in self._kept.values()) > self._memory_bytes:
+        while len(self._kept) > 1 and sum(kept.stored for kept in self._kept.values()) > self.memory_bytes:
             self._kept.popitem(last=False)
 
     def catalog(self) -> Catalog:

@@ -57,18 +57,19 @@ class _Scratch(threading.local):
     def __init__(self) -> None:
         self.room = SCRATCH + 128
         self.positions = np.empty(self.room, np.uint32)
-        self._sides = np.empty((2, self.room), np.uint64)
-        self.addresses = self.positions.ctypes.data, self._sides[0].ctypes.data, self._sides[1].ctypes.data
+        sides = np.empty((2, self.room), np.uint64)
+        self.addresses = self.positions.ctypes.data, sides[0].ctypes.data, sides[1].ctypes.data
+        self._sides = {bits: tuple(side.view(bits) for side in sides) for bits in WIDTHS.values()}
 
     def take(self, found: int, bits: np.dtype[Any]) -> Changes:
         """A copy of the first `found` changes."""
-        old, new = (side.view(bits)[:found].copy() for side in self._sides)
-        return Changes(self.positions[:found].copy(), old, new)
+        old, new = self._sides[bits]
+        return Changes(self.positions[:found].copy(), old[:found].copy(), new[:found].copy())
 
     def undo(self, found: int, snapshot: Bits) -> None:
         """Take back the first `found` changes, without copying them."""
-        old, new = (side.view(snapshot.dtype)[:found] for side in self._sides)
-        Changes(self.positions[:found], old, new).undo(snapshot)
+        old, new = self._sides[snapshot.dtype]
+        Changes(self.positions[:found], old[:found], new[:found]).undo(snapshot)
 
 
 _scratch = _Scratch()

@@ -21,17 +21,29 @@ from vllm_delta_sync.native.ctx_types import (
     check_cover,
     check_model,
     check_sizes,
+    unsorted,
 )
 from vllm_delta_sync.native.types import I64, U8, U16, U32, Bits, Changes, pair_width
 
-_local = threading.local()  # memory of a thread, which grows to what its largest block took: fresh pages cost much
+UNSORTED = -3  # enum Refusal of csrc/cpu/ctx.cpp
 
 
-def _memory(size: int) -> U8:
-    memory: U8 | None = getattr(_local, "memory", None)
-    if memory is None or memory.size < size:
-        memory = _local.memory = np.empty(size, np.uint8)
-    return memory
+class _Memory(threading.local):
+    """Of a thread; it grows to what the largest block took, for fresh pages cost much."""
+
+    def __init__(self) -> None:
+        self.bytes = np.empty(0, np.uint8)
+        self.address = 0
+
+    def reserve(self, size: int) -> int:
+        """The address of so many bytes."""
+        if self.bytes.size < size:
+            self.bytes = np.empty(size, np.uint8)
+            self.address = int(self.bytes.ctypes.data)
+        return self.address
+
+
+_memory = _Memory()
 
 
 def _scratch_size(grid: CtxGrid, changed: int) -> int:
@@ -47,7 +59,7 @@ def ctx_model(last: U8, gaps: U16, steps: U16) -> CtxModel:
         last.size, last.ctypes.data, gaps.ctypes.data, steps.ctypes.data, prepared.ctypes.data
     )  # fmt: skip
     assert status == 0, "the model was checked"
-    return CtxModel(last, gaps, steps, prepared)
+    return CtxModel(last, gaps, steps, prepared, int(prepared.ctypes.data))
 
 
 def ctx_encode(model: CtxModel, old: Bits, grid: CtxGrid, changes: Changes, room: int) -> tuple[U8, I64, U8] | None:
@@ -59,15 +71,21 @@ def ctx_encode(model: CtxModel, old: Bits, grid: CtxGrid, changes: Changes, room
     check_cover(grid)
     check_changes(grid, old, changes)
     spans, scratch = np.zeros((grid.tiles, 2), np.int64), _scratch_size(grid, changes.positions.size)
-    memory = _memory(scratch + room)
+    memory = _memory.reserve(scratch + room)
     size = _lib.vds_ctx_encode(
-        width, model.prepared.ctypes.data, old.ctypes.data, grid.rows, grid.row_length, grid.strips.ctypes.data,
-        len(grid.strips), changes.positions.ctypes.data, changes.old.ctypes.data, changes.new.ctypes.data,
-        changes.positions.size, memory.ctypes.data, memory.ctypes.data + scratch, room, spans.ctypes.data,
+        width, model.address, old.ctypes.data, grid.rows, grid.row_length, grid.address, len(grid.strips),
+        changes.positions.ctypes.data, changes.old.ctypes.data, changes.new.ctypes.data, changes.positions.size,
+        memory, memory + scratch, room, spans.ctypes.data,
     )  # fmt: skip
+    if size == UNSORTED:
+        raise unsorted(grid)
     if size < 0:
         return None
-    return memory[scratch : scratch + size].copy(), np.ascontiguousarray(spans[:, 0]), spans[:, 1].astype(np.uint8)
+    return (
+        _memory.bytes[scratch : scratch + size].copy(),
+        np.ascontiguousarray(spans[:, 0]),
+        spans[:, 1].astype(np.uint8),
+    )
 
 
 def ctx_decode(
@@ -82,12 +100,11 @@ def ctx_decode(
     check_cover(grid)
     check_sizes(grid, sizes, lanes, data, wanted)
     positions, steps = np.empty(max(0, changed), np.uint32), np.empty(max(0, changed), old.dtype)
-    scratch = _memory(_scratch_size(grid, positions.size))
     stated = sizes << 1 | (lanes == MANY_LANES)
     found = _lib.vds_ctx_decode(
-        width, model.prepared.ctypes.data, old.ctypes.data, grid.rows, grid.row_length, grid.strips.ctypes.data,
-        len(grid.strips), stated.ctypes.data, wanted.ctypes.data, data.ctypes.data,
-        scratch.ctypes.data, positions.ctypes.data, steps.ctypes.data, positions.size,
+        width, model.address, old.ctypes.data, grid.rows, grid.row_length, grid.address, len(grid.strips),
+        stated.ctypes.data, wanted.ctypes.data, data.ctypes.data, _memory.reserve(_scratch_size(grid, positions.size)),
+        positions.ctypes.data, steps.ctypes.data, positions.size,
     )  # fmt: skip
     if found < 0:
         raise MalformedObject(f"a ctx tile of {grid.tiles} is malformed, or they hold more than {changed} changes")
@@ -98,12 +115,13 @@ def ctx_tally(model: CtxModel, old: Bits, grid: CtxGrid, changes: Changes, to: T
     """Add the symbols of the changes in the grid's strips, by class of the model; its tiles' ends among them."""
     width = check_block(grid, old)
     check_changes(grid, old, changes)
-    memory = _memory(_scratch_size(grid, changes.positions.size))
-    _lib.vds_ctx_tally(
-        width, model.prepared.ctypes.data, old.ctypes.data, grid.rows, grid.row_length, grid.strips.ctypes.data,
-        len(grid.strips), changes.positions.ctypes.data, changes.old.ctypes.data, changes.new.ctypes.data,
-        changes.positions.size, memory.ctypes.data, to.gaps.ctypes.data, to.steps.ctypes.data,
+    status = _lib.vds_ctx_tally(
+        width, model.address, old.ctypes.data, grid.rows, grid.row_length, grid.address, len(grid.strips),
+        changes.positions.ctypes.data, changes.old.ctypes.data, changes.new.ctypes.data, changes.positions.size,
+        _memory.reserve(_scratch_size(grid, changes.positions.size)), to.gaps.ctypes.data, to.steps.ctypes.data,
     )  # fmt: skip
+    if status == UNSORTED:
+        raise unsorted(grid)
 
 
 def ctx_survey(old: Bits, before: Bits, after: Bits, to: Tally) -> None:

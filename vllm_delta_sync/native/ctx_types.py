@@ -15,6 +15,7 @@ from vllm_delta_sync.errors import MalformedObject
 from vllm_delta_sync.native.types import I64, MAX_COUNT, U8, U16, Bits, Changes, bits_width, row
 
 TILE_ELEMENTS = 1 << 18  # of a tile at most
+MAX_TILES = 1 << 12  # of a block
 CONTEXTS = 256
 MAX_CLASSES = 16
 SCALE = 12  # bits of a frequency
@@ -33,7 +34,8 @@ class CtxModel(NamedTuple):
     last: U8  # [C], the last context of each class, ascending to 255
     gaps: U16  # [C, 74]
     steps: U16  # [C, 249]
-    prepared: U8  # the same as the C library wants it; empty where there is none
+    prepared: U8  # the same as the C library wants it, and its address; empty where there is none
+    address: int = 0
 
 
 class Tally(NamedTuple):
@@ -71,13 +73,20 @@ class CtxGrid:
 
     @cached_property
     def sound(self) -> bool:
-        """Whether strips are of 1 to 2**18 columns and follow each other in a row."""
+        """Whether strips are of 1 to 2**18 columns and follow each other in a row, and tiles are at most 2**12."""
         if self.strips.ndim != 2 or not len(self.strips) or not self.strips.flags.c_contiguous:
             return False
         begins, columns = self.strips.T
         ends = begins + columns
         narrow = ((columns >= 1) & (columns <= TILE_ELEMENTS)).all()
-        return bool(narrow and begins[0] >= 0 and ends[-1] <= self.row_length and (begins[1:] >= ends[:-1]).all())
+        if not narrow or self.tiles > MAX_TILES:
+            return False
+        return bool(begins[0] >= 0 and ends[-1] <= self.row_length and (begins[1:] >= ends[:-1]).all())
+
+    @cached_property
+    def address(self) -> int:
+        """Of the strips."""
+        return int(self.strips.ctypes.data)
 
     @cached_property
     def covered(self) -> int:
@@ -141,13 +150,15 @@ def check_cover(grid: CtxGrid) -> None:
 
 
 def check_changes(grid: CtxGrid, old: Bits, changes: Changes) -> None:
-    """ValueError unless the changes are of this block: ascending positions in it, with values of its width."""
+    """ValueError unless the changes have positions, and values of the block's width. Their order the loops check."""
     row("positions", changes.positions, np.uint32)
     row("old values of changes", changes.old, old.dtype.type, changes.positions.size)
     row("new values of changes", changes.new, old.dtype.type, changes.positions.size)
-    positions = changes.positions
-    if positions.size and (int(positions[-1]) >= grid.elements or (positions[1:] <= positions[:-1]).any()):
-        raise ValueError(f"positions must ascend strictly, below {grid.elements}")
+
+
+def unsorted(grid: CtxGrid) -> ValueError:
+    """What to raise for positions that do not ascend."""
+    return ValueError(f"positions must ascend strictly, below {grid.elements}")
 
 
 def check_sizes(grid: CtxGrid, sizes: I64, lanes: U8, data: U8, wanted: U8) -> None:
@@ -156,5 +167,6 @@ def check_sizes(grid: CtxGrid, sizes: I64, lanes: U8, data: U8, wanted: U8) -> N
     row("lanes", lanes, np.uint8, grid.tiles)
     row("wanted", wanted, np.uint8, grid.tiles)
     row("data", data, np.uint8)
-    if (sizes < 0).any() or (sizes > data.size).any() or int(sizes.sum()) != data.size:
+    # Read as unsigned, a negative size is too large.
+    if sizes.view(np.uint64).max() > data.size or int(sizes.sum()) != data.size:
         raise MalformedObject(f"tiles of {int(sizes.sum())} bytes in a stream of {data.size}")

@@ -28,6 +28,7 @@ from vllm_delta_sync.native.ctx_types import (
     check_cover,
     check_model,
     check_sizes,
+    unsorted,
 )
 from vllm_delta_sync.native.types import I64, U8, U16, U32, Bits, Changes, pair_width
 
@@ -153,6 +154,12 @@ class _Writer:
         return front + self._raw.to_bytes((self._filled + 7) // 8, "big")
 
 
+def _check_order(grid: CtxGrid, changes: Changes) -> None:
+    positions = changes.positions
+    if positions.size and (int(positions[-1]) >= grid.elements or (positions[1:] <= positions[:-1]).any()):
+        raise unsorted(grid)
+
+
 def ctx_encode(model: CtxModel, old: Bits, grid: CtxGrid, changes: Changes, room: int) -> tuple[U8, I64, U8] | None:
     """The tiles' bytes u8 [·], and of each tile its bytes i64 [T] and states u8 [T]; None if they take over `room`.
 
@@ -161,6 +168,7 @@ def ctx_encode(model: CtxModel, old: Bits, grid: CtxGrid, changes: Changes, room
     width = check_block(grid, old)
     check_cover(grid)
     check_changes(grid, old, changes)
+    _check_order(grid, changes)
     pieces, lanes = [b""] * grid.tiles, np.ones(grid.tiles, np.uint8)
     for tile, places in _tiles(grid):
         found = [(c, gaps, steps) for c, gaps, steps in _events(model.last, old, places, changes)]
@@ -288,6 +296,7 @@ def ctx_tally(model: CtxModel, old: Bits, grid: CtxGrid, changes: Changes, to: T
     """Add the symbols of the changes in the grid's strips, by class of the model; its tiles' ends among them."""
     check_block(grid, old)
     check_changes(grid, old, changes)
+    _check_order(grid, changes)
     for _, places in _tiles(grid):
         if not np.isin(changes.positions, places).any():
             continue

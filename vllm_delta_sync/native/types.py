@@ -59,22 +59,24 @@ class Region(NamedTuple):
 
 def bits_width(what: str, bits: Bits) -> int:
     """Width in bytes of a contiguous 1-D array of unsigned integers; TypeError or ValueError if it is not one."""
-    if bits.dtype not in WIDTHS.values():
-        raise TypeError(f"{what} must be unsigned integers of 1 to 8 bytes, got {bits.dtype}; view the bits first")
-    if bits.ndim != 1 or not bits.flags.c_contiguous:
+    dtype, flags = bits.dtype, bits.flags
+    if dtype.kind != "u" or not dtype.isnative:
+        raise TypeError(f"{what} must be unsigned integers of 1 to 8 bytes, got {dtype}; view the bits first")
+    if bits.ndim != 1 or not flags.c_contiguous:
         raise ValueError(f"{what} must be one contiguous row, got shape {bits.shape}; flatten it first")
-    if not bits.flags.aligned:
+    if not flags.aligned:
         raise ValueError(f"{what} must be aligned, but begin at address {bits.ctypes.data}; copy them first")
-    return int(bits.dtype.itemsize)
+    return int(dtype.itemsize)
 
 
 def row(what: str, values: NDArray[Any], dtype: type[np.generic], length: int | None = None) -> None:
     """Refuse anything but a contiguous 1-D array of this dtype (and length)."""
+    flags = values.flags
     if values.dtype != dtype:
         raise TypeError(f"{what} must be {np.dtype(dtype).name}, got {values.dtype}")
-    if values.ndim != 1 or not values.flags.c_contiguous:
+    if values.ndim != 1 or not flags.c_contiguous:
         raise ValueError(f"{what} must be one contiguous row, got shape {values.shape}")
-    if not values.flags.aligned:
+    if not flags.aligned:
         raise ValueError(f"{what} must be aligned, but begin at address {values.ctypes.data}; copy them first")
     if length is not None and values.shape[0] != length:
         raise ValueError(f"{what} must have {length} elements, got {values.shape[0]}")

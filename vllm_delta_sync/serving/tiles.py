@@ -5,13 +5,13 @@ Reads live memory, writes none. Does not fetch, and does not know what becomes o
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
 import numpy as np
 
-from vllm_delta_sync.errors import BaseNeeded
+from vllm_delta_sync.errors import BaseNeeded, MalformedObject, StateHashMismatch
 from vllm_delta_sync.native import CtxGrid
 from vllm_delta_sync.native.types import I64, U8, Bits
 from vllm_delta_sync.serving.affine import Box, Region
@@ -19,7 +19,6 @@ from vllm_delta_sync.serving.memory import LiveMemory
 from vllm_delta_sync.wire import dtypes
 from vllm_delta_sync.wire.codecs import (
     DecodedBlock,
-    EncodedBlock,
     ctx_header,
     decode_tiles,
     decode_window,
@@ -52,6 +51,7 @@ class TileReader:
 
         Raises:
             BaseNeeded: a tile that changes is held in part.
+            StateHashMismatch: the live values are not those that the block was made from.
             DigestMismatch, MalformedObject: the block is not what its table states.
         """
         what = f"block {block}"
@@ -63,24 +63,33 @@ class TileReader:
         if found is not None:
             window, index, rank = found
             old = self._read(block, index)[rank : rank + window.header.grid.elements]
-            return decode_window(window, encoded, old, what)
+            return _sound(lambda: decode_window(window, encoded, old, what))
         boxes = _boxes(self._regions, held)
-        return self._put_together(block, header, encoded, boxes, what)
+        wanted = _held_tiles(header, tuple(boxes), block.start, what)
+        old = self._put_together(block, boxes if wanted.any() else {})
+        return _sound(lambda: decode_tiles(header, encoded, old, wanted, what))
 
     def _read(self, block: Block, index: int) -> Bits:
         if index not in self._elements:
             self._elements[index] = self._memory.elements(self._regions[index], block.spec.dtype)
         return self._elements[index]
 
-    def _put_together(
-        self, block: Block, header: CtxHeader, encoded: EncodedBlock, boxes: dict[Box, int], what: str
-    ) -> DecodedBlock:
-        wanted = _held_tiles(header, tuple(boxes), block.start, what)
+    def _put_together(self, block: Block, boxes: dict[Box, int]) -> Bits:
         old = np.zeros(block.count, dtypes.by_name(block.spec.dtype).bits)
         for box, index in boxes.items():
-            if wanted.any():
-                fill(box, self._read(block, index), block.start, old)
-        return decode_tiles(header, encoded, old, wanted, what)
+            fill(box, self._read(block, index), block.start, old)
+        return old
+
+
+def _sound(decode: Callable[[], DecodedBlock]) -> DecodedBlock:
+    """What decoding gives of a block whose digest is right: where it fails, it is the old values that are wrong."""
+    try:
+        return decode()
+    except MalformedObject as error:
+        raise StateHashMismatch(
+            f"{error}: it cannot be decoded against the live weights, so they are not those of the version before; "
+            "nothing was written"
+        ) from None
 
 
 def window_of(

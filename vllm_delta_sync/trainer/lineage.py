@@ -8,7 +8,7 @@ from __future__ import annotations
 import logging
 import os
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,7 +19,8 @@ import torch
 from vllm_delta_sync.errors import BaseMismatch, ConfigError, LogError, NotFound, StateHashMismatch
 from vllm_delta_sync.log import DeltaLog, LogWriter
 from vllm_delta_sync.log.base import base_directory
-from vllm_delta_sync.log.materialize import reconstructed_without_base
+from vllm_delta_sync.log.materialize import reconstructed, reconstructed_without_base
+from vllm_delta_sync.log.shelf import MEMORY_BYTES, MODEL_SHARE, Shelf
 from vllm_delta_sync.store import Store
 from vllm_delta_sync.trainer import base as bases
 from vllm_delta_sync.trainer import source
@@ -43,6 +44,7 @@ class Lineage:
     snapshot: Snapshot  # the state at the writer's tip
     aliases: Mapping[str, str]  # tied name → its name in the base
     files: Mapping[str, bytes]  # config, tokenizer and the like, by file name, for a checkpoint of any version
+    shelf: Shelf  # what folds are composed of; with the deltas that were read on the way to the tip, if they were kept
 
 
 def read_base(base: GivenBase, dtype: torch.dtype | None, model_id: str | None, revision: str | None) -> bases.Base:
@@ -65,18 +67,26 @@ def begin_run(store: Store, base: bases.Base, anchor: str, threads: int) -> Line
     with tempfile.TemporaryDirectory(prefix="vllm-delta-sync-") as directory:
         files = _write_anchor(Path(directory), base) if upload else []
         writer = LogWriter.create(store, snapshot.lanes, base=base.ref, anchor=files)
-    return Lineage(writer, snapshot, base.aliases, SpooledFiles(base.files))
+    return Lineage(writer, snapshot, base.aliases, SpooledFiles(base.files), _shelf(writer, snapshot.specs.values(), threads))
 
 
-def continue_run(log: DeltaLog, base: GivenBase | None, dtype: torch.dtype | None, threads: int) -> Lineage:
+def continue_run(
+    log: DeltaLog, base: GivenBase | None, dtype: torch.dtype | None, threads: int, *, fold: bool
+) -> Lineage:
     """Rebuild the tip of a run from a base and the chain, each version proven by its state hash.
 
     Where nothing at hand is the base, an anchor is what it begins with.
+
+    Args:
+        fold: whether to keep the deltas on the way on the shelf, as they can be folded only by who has the values
+            before them.
 
     Raises BaseMismatch when there is no anchor either, LogError when the chain is damaged.
     """
     writer = LogWriter.attach(log)
     first = log.base(writer.pointer)
+    shelf = _shelf(writer, log.table(first).tensors, threads)
+    keep = shelf.add if fold else None
     if base is not None and not isinstance(base, torch.nn.Module | Mapping | str | os.PathLike):
         base = dict(base)  # pairs can be read only once
     refused: list[str] = []
@@ -89,24 +99,29 @@ def continue_run(log: DeltaLog, base: GivenBase | None, dtype: torch.dtype | Non
                 refused.append(str(error))
                 continue
             try:
-                tensors = log.materialize(writer.tip.version, read)
+                replica, _ = stack.enter_context(reconstructed(log, writer.tip.version, read, keep=keep))
             except BaseMismatch as error:
                 refused.append(str(error))
                 continue
             files = _files(base, found)
-            snapshot = Snapshot({name: (spec, _own(bits)) for name, (spec, bits) in tensors.items()}, threads)
+            snapshot = Snapshot({name: (spec, _own(bits)) for name, (spec, bits) in replica.tensors.items()}, threads)
         if state_hash.state_root(snapshot.lanes) != writer.tip.state_root:
             raise StateHashMismatch(f"{log.store.uri}: rebuilding version {writer.tip.version} gave another state")
-        return Lineage(writer, snapshot, _aliases(base, snapshot), SpooledFiles(files))
+        return Lineage(writer, snapshot, _aliases(base, snapshot), SpooledFiles(files), shelf)
     if log.catalog(writer.pointer).anchors:
-        with reconstructed_without_base(log, writer.tip.version) as (replica, beginning):
+        with reconstructed_without_base(log, writer.tip.version, keep) as (replica, beginning):
             files = _files(base, beginning)
             snapshot = Snapshot({name: (spec, _own(bits)) for name, (spec, bits) in replica.tensors.items()}, threads)
-        return Lineage(writer, snapshot, _aliases(base, snapshot), SpooledFiles(files))
+        return Lineage(writer, snapshot, _aliases(base, snapshot), SpooledFiles(files), shelf)
     raise BaseMismatch(
         f"{log.store.uri}: nothing at hand is the base of this run ({'; '.join(refused) or 'none was given'}); give "
         "its checkpoint as base=, or begin a new run without resume"
     )
+
+
+def _shelf(writer: LogWriter, specs: Iterable[TensorSpec], threads: int) -> Shelf:
+    memory_bytes = max(MEMORY_BYTES, sum(spec.nbytes for spec in specs) // MODEL_SHARE)
+    return Shelf(writer.log, writer.pointer, memory_bytes=memory_bytes, threads=max(1, threads // 2))
 
 
 def _candidates(

@@ -53,7 +53,7 @@ class Publisher:
         self._aliases = at.aliases
         self._version = at.writer.tip.version  # the last one given out
         turn = threading.Lock()
-        self._folder = _folder(at, turn, folds, anchors, threads)
+        self._folder = _folder(at, turn, folds, anchors)
         self._pipeline = Pipeline(Encoder(at.writer, threads, turn, self._folder, split_dim).write, max_in_flight)
         self._calls = threading.RLock()
         self._closed: DeltaSyncError | None = None
@@ -73,7 +73,7 @@ class Publisher:
         threads: int | None = None,
         folds: FoldSchedule | None = FOLDS,
         anchors: AnchorPolicy | None = ANCHORS,
-        ctx: bool | SplitDim = False,
+        ctx: bool | SplitDim = True,
     ) -> Publisher:
         """Begin a run with `base` as version 0, or continue the current one.
 
@@ -96,7 +96,7 @@ class Publisher:
             anchors: when to write a full checkpoint behind them, for whoever comes late or comes back; None: never.
             ctx: whether blocks are coded against the values before, which halves them. Servers need ranks that split
                 a tensor into 2, 4, 8 or 16 parts, or not at all; which dimension they split is guessed from its name,
-                or told by a function from its `TensorSpec` given here.
+                or told by a function from its `TensorSpec` given here. False for a fleet of other splits.
 
         Raises:
             ConfigError: an argument is out of range, or the base cannot be read.
@@ -116,7 +116,8 @@ class Publisher:
             except NotFound:
                 pass  # a first start, or one that ended before version 0 was complete
             else:
-                continued = lineage.continue_run(log, base, dtype, workers)
+                fold = folds is not None or anchors is not None
+                continued = lineage.continue_run(log, base, dtype, workers, fold=fold)
                 return cls(
                     continued,
                     max_in_flight=max_in_flight,
@@ -279,7 +280,7 @@ class Publisher:
 
 
 def _folder(
-    at: lineage.Lineage, turn: threading.Lock, folds: FoldSchedule | None, anchors: AnchorPolicy | None, threads: int
+    at: lineage.Lineage, turn: threading.Lock, folds: FoldSchedule | None, anchors: AnchorPolicy | None
 ) -> Folder | None:
     if folds is None and anchors is None:
         return None
@@ -287,7 +288,7 @@ def _folder(
     if anchors is not None:
         full = sum(spec.nbytes for spec in at.snapshot.specs.values())
         anchorage = Anchorage(anchors, full, lambda: at.snapshot.freeze(at.files))
-    return Folder(at.writer, folds, anchorage, turn, threads=max(1, threads // 2))
+    return Folder(at.writer, folds, anchorage, turn, at.shelf)
 
 
 def _unwound(failure: Failure) -> PublishError:

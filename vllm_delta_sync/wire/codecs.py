@@ -5,9 +5,7 @@ Does not apply changes: `gap` and `ctx` need old values, which only the caller h
 
 from __future__ import annotations
 
-import hashlib
 from dataclasses import dataclass, replace
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -15,65 +13,35 @@ import numpy.typing as npt
 from vllm_delta_sync import native
 from vllm_delta_sync.errors import BaseNeeded, DigestMismatch, MalformedObject
 from vllm_delta_sync.native import CtxModel
-from vllm_delta_sync.wire import ctx, dtypes, frames
-from vllm_delta_sync.wire.codec_rules import CTX, DENSE, GAP, GAP_ABS
+from vllm_delta_sync.wire import ctx, dtypes
+from vllm_delta_sync.wire.codec_rules import CTX, DENSE
+from vllm_delta_sync.wire.ctx_order import moved, pattern
+from vllm_delta_sync.wire.encoded import Bits, DecodedBlock, EncodedBlock, digest_of
 from vllm_delta_sync.wire.frames import Buffer
+from vllm_delta_sync.wire.sparse import decode_sparse, smallest
 from vllm_delta_sync.wire.table import Block
 from vllm_delta_sync.wire.tensors import TensorSpec
 
-DIGEST_BYTES = 16
+__all__ = [
+    "Bits",
+    "Context",
+    "DecodedBlock",
+    "EncodedBlock",
+    "check_block",
+    "check_digest",
+    "ctx_header",
+    "ctx_of",
+    "decode_block",
+    "decode_encoded",
+    "decode_tiles",
+    "decode_window",
+    "dense_block",
+    "encode_block",
+    "encoded_of",
+]
+
 TRIED = 4096  # changes that are coded as gaps to see whether all should be
 CHEAPER = 0.85  # by so much their share may come out smaller than those of the whole block
-
-Bits = npt.NDArray[Any]  # unsigned integers of a dtype's width
-
-
-@dataclass(frozen=True, slots=True)
-class EncodedBlock:
-    """A block ready for a shard. `index` and `value` are its stored streams, `raw` their raw sizes in bytes.
-
-    A ctx block has the model that it is coded with, by the same identity as others of its version.
-    """
-
-    codec: int
-    changed: int
-    index: Buffer
-    value: Buffer
-    raw: tuple[int, int]
-    model: CtxModel | None = None
-
-    @property
-    def stored(self) -> int:
-        """Bytes of the block in its shard."""
-        return len(self.index) + len(self.value)
-
-    def digest(self) -> bytes:
-        """BLAKE2b-128 of the stored bytes."""
-        return _digest(self.index, self.value)
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class DecodedBlock:
-    """Changes of a block: positions u32[n], ascending from its start; steps u16[n] (gap, ctx) or values uW[n]."""
-
-    codec: int
-    positions: npt.NDArray[np.uint32]
-    steps: npt.NDArray[np.uint16] | None
-    values: Bits | None
-
-    def new_bits(self, old: Bits) -> Bits:
-        """The new bits uW[n] of the elements at `positions`, of which `old` uW[n] are the bits before this version."""
-        if self.steps is not None:
-            return native.apply_steps(old, self.steps)
-        assert self.values is not None, "a block decodes to steps or to values"
-        return self.values
-
-
-def _digest(*parts: Buffer) -> bytes:
-    digest = hashlib.blake2b(digest_size=DIGEST_BYTES)
-    for part in parts:
-        digest.update(part)
-    return digest.digest()
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -103,24 +71,17 @@ def encode_block(
     changed, width = len(changes.positions), spec.width
     assert 1 <= changed <= count and len(current) == count, f"{spec.name} [{start}, +{count}): {changed} changes"
     size = count * width
-    half = dtypes.by_name(spec.dtype).half
-    coded = ctx_of(spec, changes, start, context) if half and context is not None else None
+    coded = ctx_of(spec, changes, start, context) if context is not None else None
     if coded is not None and not _gap_may_win(spec, changes, coded):
         return coded
-    best = _gap(spec, changes) if half else gap_abs_block(changes.positions, changes.new)
+    best = smallest(spec, changes, count)
     if coded is not None and coded.stored <= best.stored:
         return coded
     return best if best.stored < size else dense_block(current, changed)
 
 
-def gap_of(changes: native.Changes) -> EncodedBlock:
-    """The steps of changes of half floats, n ≥ 1."""
-    index, value = native.encode_gaps(changes.positions), native.encode_steps(changes.old, changes.new)
-    return EncodedBlock(GAP, len(changes.positions), _pack(index), _pack(value), (index.size, value.size))
-
-
 def ctx_of(spec: TensorSpec, changes: native.Changes, start: int, context: Context) -> EncodedBlock | None:
-    """Changes of half floats, n ≥ 1, coded against the values before; None where that takes as much as a dense copy."""
+    """Changes, n ≥ 1, coded against the values before; None where that takes as much as a dense copy."""
     size = context.old.nbytes
     found = ctx.encode(context.model, spec, start, context.old, changes, context.dim, size)
     if found is None or len(found[0]) + len(found[1]) >= size:
@@ -136,21 +97,9 @@ def _gap_may_win(spec: TensorSpec, changes: native.Changes, coded: EncodedBlock)
         return True
     middle = slice(changed // 2, changed // 2 + TRIED)
     positions = changes.positions[middle] - changes.positions[middle.start]
-    trial = _gap(spec, native.Changes(positions, changes.old[middle], changes.new[middle]))
+    few = native.Changes(positions, changes.old[middle], changes.new[middle])
+    trial = smallest(spec, few, int(positions[-1]) + 1)
     return trial.stored * changed * CHEAPER <= coded.stored * len(positions)
-
-
-def gap_block(positions: npt.NDArray[np.uint32], steps: npt.NDArray[np.uint16]) -> EncodedBlock:
-    """Steps u16[n], none of them zero, at ascending positions u32[n] of a block of half floats; n ≥ 1."""
-    zeros = np.zeros_like(steps)
-    index, value = native.encode_gaps(positions), native.encode_steps(zeros, native.apply_steps(zeros, steps))
-    return EncodedBlock(GAP, len(positions), _pack(index), _pack(value), (index.size, value.size))
-
-
-def gap_abs_block(positions: npt.NDArray[np.uint32], values: Bits) -> EncodedBlock:
-    """New bits uW[n] at ascending positions u32[n] of a block; n ≥ 1."""
-    index, planes = native.encode_gaps(positions), _planes(values, values.itemsize)
-    return EncodedBlock(GAP_ABS, len(positions), _pack(index), _pack(planes), (index.size, planes.size))
 
 
 def dense_block(values: Bits, changed: int) -> EncodedBlock:
@@ -158,30 +107,9 @@ def dense_block(values: Bits, changed: int) -> EncodedBlock:
     return EncodedBlock(DENSE, changed, b"", np.ascontiguousarray(values).tobytes(), (0, values.nbytes))
 
 
-def _gap(spec: TensorSpec, changes: native.Changes) -> EncodedBlock:
-    steps = gap_of(changes)
-    # Steps of RL updates take a few bits each. Only where they take more than a byte can whole values be the smaller.
-    if len(steps.value) <= steps.changed:
-        return steps
-    planes = _planes(changes.new, spec.width)
-    packed = _pack(planes)
-    if len(packed) >= len(steps.value):
-        return steps
-    return EncodedBlock(GAP_ABS, steps.changed, steps.index, packed, (steps.raw[0], planes.size))
-
-
-def _pack(raw: npt.NDArray[np.uint8]) -> bytes:
-    return frames.compress(raw.data)
-
-
-def _planes(values: Bits, width: int) -> npt.NDArray[np.uint8]:
-    little = np.ascontiguousarray(values, f"<u{width}")
-    return np.ascontiguousarray(little.view(np.uint8).reshape(-1, width).T).reshape(-1)
-
-
 def check_digest(block: Block, payload: Buffer) -> None:
     """Raise DigestMismatch unless `payload` has the size and digest that the table states for the block."""
-    if len(payload) != block.stored or _digest(payload) != block.digest:
+    if len(payload) != block.stored or digest_of(payload) != block.digest:
         raise DigestMismatch(
             f"block {block}: {len(payload)} bytes that are not the {block.stored} whose digest the table states; "
             "the shard was damaged after it was written"
@@ -264,18 +192,27 @@ def _decode_ctx(
     assert encoded.model is not None, f"{what}: a ctx block has a model"
     try:
         positions, steps = native.ctx_decode(
-            encoded.model, old, header.grid, header.sizes, header.lanes, data, wanted, encoded.changed
+            encoded.model,
+            pattern(header.dtype, old),
+            header.grid,
+            header.sizes,
+            header.lanes,
+            data,
+            wanted,
+            encoded.changed,
         )
     except MalformedObject as error:
         raise MalformedObject(f"{what}: {error}") from None
-    return DecodedBlock(CTX, positions, steps, None)
+    if header.dtype.half:
+        return DecodedBlock(CTX, positions, steps, None)
+    return DecodedBlock(CTX, positions, None, moved(header.dtype, old[positions], steps))
 
 
 def decode_encoded(
     spec: TensorSpec, start: int, count: int, encoded: EncodedBlock, what: str, old: Bits | None = None
 ) -> DecodedBlock:
     """Decode a block of `count` elements whose digest was checked and whose row passed the rules; else as above."""
-    bits, changed = dtypes.by_name(spec.dtype).bits, encoded.changed
+    bits = dtypes.by_name(spec.dtype).bits
     if encoded.codec == CTX:
         if old is None:
             raise BaseNeeded(
@@ -287,15 +224,4 @@ def decode_encoded(
         # A block may begin at any byte of its shard; native code wants whole elements aligned.
         values = np.require(np.frombuffer(encoded.value, bits), requirements="A")
         return DecodedBlock(DENSE, np.arange(count, dtype=np.uint32), None, values)
-    # The caps were checked against `changed` and `count` with the table, so neither stream can ask for more than these.
-    gaps = frames.decompress(encoded.index, encoded.raw[0], f"{what}, index stream")
-    raw = np.frombuffer(frames.decompress(encoded.value, encoded.raw[1], f"{what}, value stream"), np.uint8)
-    try:
-        positions = native.decode_gaps(np.frombuffer(gaps, np.uint8), changed, count)
-        if encoded.codec == GAP:
-            return DecodedBlock(GAP, positions, native.decode_steps(raw, changed), None)
-    except MalformedObject as error:
-        raise MalformedObject(f"{what}: {error}") from None
-    planes = raw.reshape(spec.width, changed)
-    values = np.ascontiguousarray(planes.T).reshape(-1).view(bits)
-    return DecodedBlock(GAP_ABS, positions, None, values)
+    return decode_sparse(spec, count, encoded, what)

@@ -6,7 +6,7 @@ Does not choose between codecs (`codecs` does), nor hold models: a version's tab
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache, partial
 from typing import Any, Protocol, TypeVar
 
@@ -16,12 +16,22 @@ import numpy.typing as npt
 from vllm_delta_sync import native
 from vllm_delta_sync.errors import MalformedObject
 from vllm_delta_sync.native import Changes, CtxGrid, CtxModel
-from vllm_delta_sync.native.ctx_types import GAP_ESCAPE, GAP_SYMBOLS, MANY_LANES, STEP_ESCAPE, STEP_SYMBOLS, TOTAL
+from vllm_delta_sync.native.ctx_types import (
+    CTX_WIDTHS,
+    GAP_ESCAPE,
+    GAP_SYMBOLS,
+    MANY_LANES,
+    STEP_ESCAPE,
+    STEP_SYMBOLS,
+    TOTAL,
+)
 from vllm_delta_sync.wire import ctx_model, ctx_tiles, dtypes
+from vllm_delta_sync.wire.ctx_order import pattern
+from vllm_delta_sync.wire.dtypes import Dtype
 from vllm_delta_sync.wire.frames import Buffer
 from vllm_delta_sync.wire.tensors import TensorSpec
 
-SAMPLES = 64  # blocks that a model is made from, at most
+SAMPLES = 32  # blocks that a model is made from, at most
 SURVEYED = 16  # one in so many of their elements is looked at to make classes of contexts
 CLASS_BITS, END_BITS = 500.0, 5.0  # what a class costs, about: once for its frequencies, and its end in every tile
 
@@ -51,6 +61,7 @@ class CtxHeader:
     """The index stream of a block, read."""
 
     grid: CtxGrid
+    dtype: Dtype
     sizes: npt.NDArray[np.int64]  # bytes of each tile
     lanes: npt.NDArray[np.uint8]  # states of each tile
 
@@ -61,7 +72,7 @@ class CtxHeader:
             return None
         grid, tiles = found
         begin, size = int(self.sizes[: tiles.start].sum()), int(self.sizes[tiles].sum())
-        header = CtxHeader(grid, self.sizes[tiles], self.lanes[tiles])
+        header = CtxHeader(grid, self.dtype, self.sizes[tiles], self.lanes[tiles])
         return CtxWindow(header, first, self.grid.row_length, slice(begin, begin + size))
 
 
@@ -103,7 +114,9 @@ def chosen(blocks: Sequence[T]) -> Sequence[T]:
 
 
 def make_models(blocks: Sequence[T], sample: Callable[[T], Sample]) -> dict[str, CtxModel]:
-    """A model for each dtype of half floats among the changed blocks of a version, in their order in its table.
+    """A model for each dtype among the changed blocks of a version, in their order in its table.
+
+    There is none for dtypes of 8 bytes.
 
     Args:
         blocks: whatever has a `spec`.
@@ -111,7 +124,7 @@ def make_models(blocks: Sequence[T], sample: Callable[[T], Sample]) -> dict[str,
     """
     by_dtype: dict[str, list[T]] = {}
     for block in blocks:
-        if dtypes.by_name(block.spec.dtype).half:
+        if block.spec.width in CTX_WIDTHS:
             by_dtype.setdefault(block.spec.dtype, []).append(block)
     models = {}
     for dtype, group in by_dtype.items():
@@ -121,14 +134,14 @@ def make_models(blocks: Sequence[T], sample: Callable[[T], Sample]) -> dict[str,
 
 
 def make_model(samples: Callable[[], Iterator[Sample]], share: float) -> CtxModel:
-    """A model for blocks of half floats, from contexts of some elements and a quarter of the tiles of the samples.
+    """A model for blocks of one dtype, from contexts of some elements and a quarter of the tiles of the samples.
 
     Args:
         samples: gives the chosen blocks; asked twice, so that only one needs to be in memory at a time.
         share: of all blocks that the samples are.
     """
     contexts, tiles = native.Tally.of_contexts(), 0
-    for sample in samples():
+    for sample in map(_seen, samples()):
         tiles += _grid(sample.spec, sample.start, sample.old.size, sample.dim).tiles
         # The first of every block: for contexts one place is as good as another.
         count = -(-sample.old.size // SURVEYED)
@@ -138,12 +151,22 @@ def make_model(samples: Callable[[], Iterator[Sample]], share: float) -> CtxMode
     flat = np.zeros((last.size, STEP_SYMBOLS), np.uint16)
     flat[:, 0] = TOTAL
     classes, found = native.ctx_model(last, flat[:, :GAP_SYMBOLS], flat), native.Tally.of_classes(last.size)
-    for index, sample in enumerate(samples()):
+    for index, sample in enumerate(map(_seen, samples())):
         grid = _grid(sample.spec, sample.start, sample.old.size, sample.dim)
         strips = grid.strips[index % 4 :: 4] if len(grid.strips) > 4 else grid.strips[:1]
         native.ctx_tally(classes, sample.old, CtxGrid(grid.rows, grid.row_length, strips.copy()), sample.changes, found)
     gaps, steps = ctx_model.frequencies(found.gaps, GAP_ESCAPE), ctx_model.frequencies(found.steps, STEP_ESCAPE)
     return native.ctx_model(last, gaps, steps)
+
+
+def _seen(sample: Sample) -> Sample:
+    """As patterns."""
+    dtype = dtypes.by_name(sample.spec.dtype)
+    return replace(sample, old=pattern(dtype, sample.old), changes=_patterns(dtype, sample.changes))
+
+
+def _patterns(dtype: Dtype, changes: Changes) -> Changes:
+    return Changes(changes.positions, pattern(dtype, changes.old), pattern(dtype, changes.new))
 
 
 def _between(changes: Changes, first: int, last: int) -> Changes:
@@ -163,7 +186,9 @@ def encode(
     model: CtxModel, spec: TensorSpec, start: int, old: Bits, changes: Changes, dim: int, room: int
 ) -> tuple[bytes, npt.NDArray[np.uint8]] | None:
     """The index stream and the tiles of a block, or None if the tiles take more than `room` bytes."""
-    coded = native.ctx_encode(model, old, _grid(spec, start, old.size, dim), changes, room)
+    dtype = dtypes.by_name(spec.dtype)
+    grid = _grid(spec, start, old.size, dim)
+    coded = native.ctx_encode(model, pattern(dtype, old), grid, _patterns(dtype, changes), room)
     if coded is None:
         return None
     data, sizes, lanes = coded
@@ -188,9 +213,9 @@ def read_header(spec: TensorSpec, start: int, count: int, index: Buffer, size: i
         )
     stated = np.array(values[1:], np.int64)
     sizes, lanes = stated >> 1, np.where(stated & 1, MANY_LANES, 1).astype(np.uint8)
-    if (sizes > size).any() or int(sizes.sum()) != size:
-        raise MalformedObject(f"ctx tiles of {int(sizes.sum())} bytes in a stream of {size}")
-    return CtxHeader(grid, sizes, lanes)
+    if (total := int(sizes.sum())) != size:
+        raise MalformedObject(f"ctx tiles of {total} bytes in a stream of {size}")
+    return CtxHeader(grid, dtypes.by_name(spec.dtype), sizes, lanes)
 
 
 def _varints(data: Buffer) -> list[int]:

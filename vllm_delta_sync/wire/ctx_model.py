@@ -36,7 +36,7 @@ def classes(members: Counts, steps: Counts, toll: float) -> npt.NDArray[np.uint8
     gains = [_bits(*both) - costs[i] - costs[i + 1] for i, both in enumerate(merged)]
     while gains:
         at = int(np.argmin(gains))
-        if len(groups) <= MAX_CLASSES and gains[at] >= toll:
+        if len(groups) <= 7 and gains[at] >= toll:
             break
         groups[at : at + 2] = [merged[at]]
         costs[at : at + 2] = [_bits(*merged[at])]

@@ -12,17 +12,22 @@ import numpy as np
 
 from vllm_delta_sync.errors import MalformedObject
 from vllm_delta_sync.native import CtxGrid
-from vllm_delta_sync.native.ctx_types import TILE_ELEMENTS
+from vllm_delta_sync.native.ctx_types import MAX_TILES, TILE_ELEMENTS
 
-MAX_TILES = 1 << 12  # of a block
 BANDS = 16  # into which a dimension is cut
 PADDING = 64  # to a multiple of which vLLM pads a vocabulary before it splits it
+VOCABULARY = 1 << 12  # from so many indices on, a dimension that is no multiple of that is one
 
 
 def band_of(size: int) -> int:
-    """Indices of a dimension of this size that make a band: where 2, 4, 8 or 16 ranks split it, bands end too."""
-    padded = -(-size // PADDING) * PADDING
-    return max(1, padded // BANDS)
+    """Indices of a dimension of this size that make a band: where 2, 4, 8 or 16 ranks split it, bands end too.
+
+    One that is neither a vocabulary nor sure to be split evenly is split anywhere: a single small tensor that a rank
+    cannot decode would keep a whole version from it.
+    """
+    if size % PADDING and size < VOCABULARY:
+        return 1
+    return -(-size // PADDING) * PADDING // BANDS
 
 
 @lru_cache(maxsize=1 << 14)  # a model's blocks are the same in every version

@@ -23,6 +23,7 @@ class Dtype:
     code: int
     width: int
     half: bool = False  # a 2-byte float, whose changes may be coded as steps of the float's order
+    integer: bool = False  # in two's complement, or without a sign
 
     @property
     def bits(self) -> np.dtype[Any]:
@@ -35,12 +36,12 @@ _ALL = (
     Dtype("F16", 2, 2, half=True),
     Dtype("F32", 3, 4),
     Dtype("F64", 4, 8),
-    Dtype("I8", 5, 1),
-    Dtype("U8", 6, 1),
-    Dtype("I16", 7, 2),
-    Dtype("I32", 8, 4),
-    Dtype("I64", 9, 8),
-    Dtype("BOOL", 10, 1),
+    Dtype("I8", 5, 1, integer=True),
+    Dtype("U8", 6, 1, integer=True),
+    Dtype("I16", 7, 2, integer=True),
+    Dtype("I32", 8, 4, integer=True),
+    Dtype("I64", 9, 8, integer=True),
+    Dtype("BOOL", 10, 1, integer=True),
     Dtype("F8_E4M3", 11, 1),
     Dtype("F8_E5M2", 12, 1),
 )

@@ -19,6 +19,7 @@ from vllm_delta_sync.bench import codings, entropy, peers, wire
 from vllm_delta_sync.bench.step import Part, parts, read
 from vllm_delta_sync.cli.bench import app
 from vllm_delta_sync.wire import codec_rules
+from vllm_delta_sync.wire.checkpoint import open_checkpoint, write_checkpoint
 from vllm_delta_sync.wire.shard import Ends
 from vllm_delta_sync.wire.tensors import TensorSpec
 
@@ -78,10 +79,10 @@ def test_a_coding_writes_only_its_own_codec(pair: Pair) -> None:
     for name in ("gap-abs", "dense"):
         blocks = [block for update in codings.updates(before, after, codings.CODINGS[name]) for block in update.blocks]
         assert {codec_rules.NAMES[encoded.codec] for _, _, encoded in blocks} == {name}
-    for name in ("gap", "ctx"):  # are of half floats only
+    for name, of_fp32 in (("gap", "gap-abs"), ("ctx", "ctx")):  # gaps with steps are of half floats only
         found = {update.spec.name: update.blocks for update in codings.updates(before, after, codings.CODINGS[name])}
         codecs = {tensor: codec_rules.NAMES[blocks[0][2].codec] for tensor, blocks in found.items()}
-        assert codecs == {"embed": name, "norm": "gap-abs", "up": name}
+        assert codecs == {"embed": name, "norm": of_fp32, "up": name}
 
 
 def test_the_bytes_of_a_payload_grow_with_the_blocks(pair: Pair) -> None:
@@ -105,11 +106,26 @@ def test_json_of_wire(pair: Pair) -> None:
     done = CliRunner().invoke(app, ["wire", *map(str, pair), "--json"])
     assert done.exit_code == 0, done.output
     found = json.loads(done.stdout)
-    assert found.keys() == {"changed", "density", "rows", "entropy"}
+    assert found.keys() == {"changed", "density", "manifest_bytes", "rows", "dearer_tensors", "entropy"}
     assert found["entropy"].keys() == {"iid", "conditional"}
     assert all(row.keys() == {"name", "bytes", "bytes_per_change"} for row in found["rows"])
     names = {row["name"] for row in found["rows"]}
     assert names >= {"ctx", "gap", "dense", "adaptive", "arc_v3", "xor_zstd", "int32_bf16"}
+
+
+def test_a_tensor_that_is_dearer_than_by_gap_or_whole_is_counted_and_a_publisher_makes_none(
+    pair: Pair, found: wire.WireSizes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert found.dearer_tensors["adaptive"] == 0
+    worse = {**codings.CODINGS, "adaptive": codings.CODINGS["gap-abs"]}
+    monkeypatch.setattr(wire, "CODINGS", worse)
+    assert wire.measure(*pair).dearer_tensors["adaptive"] == 2  # embed and up; norm is fp32, and so coded by all
+
+
+def test_a_checkpoint_may_be_in_several_files(pair: Pair, found: wire.WireSizes, tmp_path: Path) -> None:
+    write_checkpoint(tmp_path, dict(open_checkpoint(pair[1])).values(), file_bytes=1 << 10)
+    assert len(list(tmp_path.glob("*.safetensors"))) > 1
+    assert wire.measure(pair[0], tmp_path).rows == found.rows
 
 
 def test_a_missing_package_is_told_in_its_row(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -16,8 +16,9 @@ from vllm_delta_sync.log.compose import Held, hold
 from vllm_delta_sync.log.layers import Changed, End, Layer
 from vllm_delta_sync.wire import dtypes, state_hash
 from vllm_delta_sync.wire.codec_rules import DENSE, GAP, GAP_ABS, SLACK_BYTES
-from vllm_delta_sync.wire.codecs import decode_encoded, dense_block, encode_block, gap_abs_block
+from vllm_delta_sync.wire.codecs import decode_encoded, dense_block, encode_block
 from vllm_delta_sync.wire.manifest import ObjectRef
+from vllm_delta_sync.wire.sparse import gap_abs_block
 from vllm_delta_sync.wire.tensors import TensorSpec
 
 Model = dict[str, tuple[TensorSpec, np.ndarray]]

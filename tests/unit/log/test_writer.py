@@ -126,7 +126,9 @@ def test_a_manifest_that_a_killed_writer_left_is_no_rival(tiny: tiny_log.TinyLog
 
 
 def test_an_attempt_of_its_own_that_failed_is_no_rival(tiny: tiny_log.TinyLog) -> None:
-    writer, store = writer_on(tiny, conditional=False)
+    store = HookedStore(tiny.log.store, conditional=False)
+    log = DeltaLog(store, tiny.log.run)
+    writer = LogWriter(log, log.latest(), log.tip(), stamps=Stamps(sleep=lambda _: None))
 
     def fail() -> None:
         raise Unavailable("away")

@@ -37,7 +37,7 @@ def weights(seed: int = 0) -> dict[str, torch.Tensor]:
         "q": random(8, HIDDEN),
         "k": random(4, HIDDEN),
         "v": random(4, HIDDEN),
-        "o": random(HIDDEN, 8),
+        "o_proj.weight": random(HIDDEN, 8),
         "norm": random(HIDDEN),
         "bias": random(HIDDEN),
         "scale": random(),
@@ -69,7 +69,7 @@ class ServedModel(torch.nn.Module):
         self.rank, self.ranks, self.padding = rank, ranks, padding
         self.rows = {name: like[name].shape[0] for name in ("embed", "q", "k", "v")}
         self.per_rank = -(-self.rows["embed"] // padding) * padding // ranks
-        hidden, inner = like["o"].shape
+        hidden, inner = like["o_proj.weight"].shape
 
         def parameter(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.nn.Parameter:
             return torch.nn.Parameter(torch.zeros(*shape, dtype=dtype), requires_grad=False)
@@ -92,7 +92,7 @@ class ServedModel(torch.nn.Module):
                 part = tensor[self.rank * self.per_rank : (self.rank + 1) * self.per_rank]
                 self.embed.data[: part.shape[0]].copy_(part)
                 self.embed.data[part.shape[0] :].fill_(0)
-            elif name == "o":
+            elif name == "o_proj.weight":
                 columns = tensor.shape[1] // self.ranks
                 self.o.data.copy_(tensor.narrow(1, self.rank * columns, columns))
             elif name in ("norm", "bias", "scale"):

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from tests.unit.serving.fleet import Following
 from tests.unit.serving.served import Served
 from vllm_delta_sync import Publisher, kernels, native
-from vllm_delta_sync.errors import BaseNeeded, UnsupportedLayout
+from vllm_delta_sync.errors import BaseNeeded, StateHashMismatch, UnsupportedLayout
 from vllm_delta_sync.log import FoldSchedule
 from vllm_delta_sync.native import Changes, CtxGrid
 from vllm_delta_sync.serving.affine import Box, Region, View, compose
@@ -175,13 +175,22 @@ def test_values_are_read_where_they_lie_and_not_copied() -> None:
     assert found.positions.size and peak < live.nbytes // 4
 
 
+def test_live_values_of_another_version_are_named_and_not_the_log() -> None:
+    block, payload, old, _ = ctx_block(0)
+    live = torch.from_numpy(np.roll(old, 1).view(np.int16)).view(torch.bfloat16).view(ROWS, COLUMNS)
+    memory = LiveMemory([live.view(-1)], kernels.select("auto", torch.device("cpu")))
+    with pytest.raises(StateHashMismatch, match=r"'w'.*not those of the version before"):
+        TileReader([region(live, (0, 0), (ROWS, COLUMNS), 0, "BF16")], memory).decode(block, payload, [0])
+
+
 def weights(vocabulary: int) -> dict[str, torch.Tensor]:
     generator = torch.Generator().manual_seed(1)
 
     def random(*shape: int) -> torch.Tensor:
         return (torch.randn(shape, generator=generator) * 0.02).to(torch.bfloat16)
 
-    shapes = {"embed": (vocabulary, 64), "q": (128, 64), "k": (64, 64), "v": (64, 64), "o": (64, 128), "bias": (64,)}
+    shapes = {"embed": (vocabulary, 64), "q": (128, 64), "k": (64, 64), "v": (64, 64), "bias": (64,)}
+    shapes["o_proj.weight"] = (64, 128)
     return {name: random(*shape) for name, shape in shapes.items()} | {"norm": random(64), "scale": random()}
 
 
@@ -193,14 +202,9 @@ def train(state: dict[str, torch.Tensor], seed: int) -> None:
         state[name] = moved.to(torch.bfloat16)
 
 
-def by_columns(spec: TensorSpec) -> int:
-    """The dimension that the fleet's ranks split."""
-    return 1 if spec.name == "o" else 0
-
-
 def publish(where: Path, state: dict[str, torch.Tensor], steps: int) -> list[dict[str, torch.Tensor]]:
     states = [dict(state)]
-    with Publisher.open(where, base=state, folds=None, anchors=None, ctx=by_columns) as publisher:
+    with Publisher.open(where, base=state, folds=None, anchors=None) as publisher:
         for step in range(steps):
             train(state, step)
             publisher.publish(state)
@@ -210,8 +214,8 @@ def publish(where: Path, state: dict[str, torch.Tensor], steps: int) -> list[dic
 
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_ranks_follow_a_log_of_ctx_blocks_each_from_its_own_memory(tmp_path: Path, ranks: int) -> None:
-    # 250 tokens are padded to 256, so the last band of the vocabulary is held in part, by one rank, with all there is.
-    base = weights(250)
+    # 4090 tokens are padded to 4096, so the last band is held in part, by one rank, with all there is of it.
+    base = weights(4090)
     states = publish(tmp_path, dict(base), 4)
     served = Following(tmp_path, base, ranks, padding=64)
     assert CTX in {block.codec for hop in served.deltas() for block in served.log.table(hop).blocks}
@@ -222,9 +226,9 @@ def test_ranks_follow_a_log_of_ctx_blocks_each_from_its_own_memory(tmp_path: Pat
 
 
 def test_a_rank_that_holds_a_part_of_a_tile_says_so_and_changes_nothing(tmp_path: Path) -> None:
-    base = weights(250)
+    base = weights(4098)
     publish(tmp_path, dict(base), 1)
-    served = Following(tmp_path, base, 2, padding=2)  # 125 rows each, in the midst of a band of 16
+    served = Following(tmp_path, base, 2, padding=2)  # 2049 rows each, in the midst of a band of 260
     served.join()
     with pytest.raises(BaseNeeded, match=r"'embed'.*only a part of its tile"):
         served.follow()
@@ -232,9 +236,9 @@ def test_a_rank_that_holds_a_part_of_a_tile_says_so_and_changes_nothing(tmp_path
 
 
 def test_a_server_that_holds_parts_of_tiles_goes_by_folds(tmp_path: Path) -> None:
-    base = weights(250)
+    base = weights(4098)
     state, folds = dict(base), FoldSchedule(base=2, levels=1, reach=0)
-    with Publisher.open(tmp_path, base=state, folds=folds, anchors=None, ctx=by_columns) as publisher:
+    with Publisher.open(tmp_path, base=state, folds=folds, anchors=None) as publisher:
         served = Served(tmp_path, base, 2, padding=2)
         for step in range(4):
             train(state, step)
@@ -242,6 +246,6 @@ def test_a_server_that_holds_parts_of_tiles_goes_by_folds(tmp_path: Path) -> Non
             publisher.wait()
             served.look(5.0)
     for _ in range(4):
-        served.look(5.0)
+        served.look(60.0)  # after all it waits between attempts
     assert served.serves(state) and served.status.served == 4 and 1 not in served.passed
     assert set(served.status.failures) == {"base_needed"}

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from vllm_delta_sync.log import DeltaLog, FoldSchedule, verify
-from vllm_delta_sync.log.folding import write_fold
+from vllm_delta_sync.log.folding import write_fold, write_scheduled
 from vllm_delta_sync.log.replica import Replica
 from vllm_delta_sync.trainer import Publisher
 from vllm_delta_sync.trainer.splits import split_dim
@@ -46,7 +46,7 @@ def published(where: Path, folds: FoldSchedule | None = None) -> tuple[DeltaLog,
     """A log of six versions after its base, and the state at each."""
     model = Model()
     states = [model.state()]
-    with Publisher.open(str(where), model, folds=folds, anchors=None, max_in_flight=3, ctx=True) as publisher:
+    with Publisher.open(str(where), model, folds=folds, anchors=None, max_in_flight=3) as publisher:
         for number in range(6):
             model.step(number)
             publisher.publish(model)
@@ -87,6 +87,26 @@ def test_who_folds_ctx_blocks_from_the_log_alone_rebuilds_both_versions(tmp_path
         decoded = decode_block(block, payload, bits)
         bits[decoded.positions] = decoded.new_bits(bits[decoded.positions])
     assert {name: bits.tobytes() for name, bits in held.items()} == states[to]
+
+
+def test_the_folds_of_a_schedule_are_written_by_going_through_the_versions(tmp_path: Path) -> None:
+    log, states = published(tmp_path)
+    made = write_scheduled(log, FoldSchedule(base=2, levels=2, reach=0))
+    assert {(fold.source, fold.to) for fold in made} == {(0, 2), (2, 4), (4, 6), (0, 4)}
+    replica = Replica(log)
+    hop = replica.route.next_hop(log.latest(), replica.held, 0, 6)
+    assert hop is not None and hop.kind == "fold"
+    replica.go_to(log.latest(), 6)
+    assert {name: bits.tobytes() for name, (_, bits) in replica.tensors.items()} == states[-1]
+    assert verify.verify(log).faults == ()
+
+
+def test_a_run_without_ctx_is_for_servers_that_split_otherwise(tmp_path: Path) -> None:
+    model = Model()
+    with Publisher.open(str(tmp_path), model, folds=None, anchors=None, ctx=False) as publisher:
+        model.step(1)
+        publisher.publish(model)
+    assert CTX not in codecs(DeltaLog.open(str(tmp_path)))
 
 
 @pytest.mark.parametrize(

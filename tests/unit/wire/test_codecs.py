@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 from vllm_delta_sync import native
 from vllm_delta_sync.errors import DigestMismatch
 from vllm_delta_sync.wire import codec_rules, dtypes
-from vllm_delta_sync.wire.codecs import Bits, EncodedBlock, decode_block, encode_block
+from vllm_delta_sync.wire.codecs import Bits, EncodedBlock, decode_block, decode_encoded, encode_block
+from vllm_delta_sync.wire.sparse import bitmapped, gap_block, gap_of
 from vllm_delta_sync.wire.table import Block
 from vllm_delta_sync.wire.tensors import TensorSpec
 
@@ -77,7 +78,7 @@ def test_every_pair_of_special_halves_survives() -> None:
     keep = old != new
     for name in ("BF16", "F16"):
         # Among many small steps, so that steps are the smallest codec.
-        pair = [np.concatenate(parts) for parts in zip((old[keep], new[keep]), small_steps(40_000, 0.2), strict=True)]
+        pair = [np.concatenate(parts) for parts in zip((old[keep], new[keep]), small_steps(40_000, 0.1), strict=True)]
         assert round_trip(TensorSpec("t", name, (len(pair[0]),)), *pair).codec == codec_rules.GAP
 
 
@@ -91,6 +92,29 @@ def test_small_steps_of_halves_are_coded_as_gaps_below_two_bytes_a_change() -> N
     encoded = round_trip(TensorSpec("t", "BF16", (1 << 18,)), *small_steps(1 << 18, 0.01))
     assert encoded.codec == codec_rules.GAP
     assert encoded.stored < 1.2 * encoded.changed
+
+
+@pytest.mark.parametrize(("share", "codec"), [(0.01, "gap"), (0.1, "gap"), (0.25, "bitmap"), (0.5, "bitmap")])
+def test_crowded_changes_have_a_bitmap(share: float, codec: str) -> None:
+    spec = TensorSpec("t", "BF16", (1 << 16,))
+    old, new = small_steps(spec.numel, share)
+    encoded = round_trip(spec, old, new)
+    assert codec_rules.NAMES[encoded.codec] == codec
+    changes = native.diff(old, new, advance=False)
+    gaps = gap_of(changes)
+    assert encoded.stored == min(gaps.stored, bitmapped(gaps, changes.positions, spec.numel).stored)
+    halved = round_trip(TensorSpec("t", "F8_E4M3", (1 << 16,)), old.astype(np.uint8), new.astype(np.uint8))
+    assert codec_rules.NAMES[halved.codec] == codec + "-abs"
+
+
+@given(st.sets(st.integers(0, 999), min_size=1), st.integers(1000, 1010))
+def test_a_bitmap_tells_the_positions_it_was_made_of(positions: set[int], count: int) -> None:
+    where = np.array(sorted(positions), np.uint32)
+    block = bitmapped(gap_block(where, np.ones(where.size, np.uint16)), where, count)
+    assert block.raw[0] == -(-count // 8)
+    np.testing.assert_array_equal(
+        decode_encoded(TensorSpec("t", "BF16", (count,)), 0, count, block, "t").positions, where
+    )
 
 
 def test_wider_types_are_coded_as_values() -> None:

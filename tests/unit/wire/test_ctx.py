@@ -140,6 +140,12 @@ def test_bands_end_where_ranks_split_a_padded_vocabulary() -> None:
     assert edges <= found
 
 
+@pytest.mark.parametrize("size", [24, 80, 100, 576, 1000, 4096, 128256])
+def test_bands_end_wherever_ranks_split_a_dimension_evenly(size: int) -> None:
+    band = ctx_tiles.band_of(size)
+    assert all(size // ranks % band == 0 for ranks in (2, 4, 8, 16) if size % ranks == 0)
+
+
 @given(
     shape=st.lists(st.integers(1, 40), min_size=0, max_size=4).map(tuple),
     band=st.integers(1, 50),
@@ -214,7 +220,7 @@ def test_rows_that_lie_about_a_ctx_block_are_refused() -> None:
         "its streams": {"blocks.raw": sound["blocks.raw"] + 1},
         "classes": {"models.classes": sound["models.classes"] + 1},
         "frequencies do not add up": {"models.gaps": np.roll(sound["models.gaps"], 1) + 1},
-        "gap and ctx are for": {"tensors.dtype": np.array([7], np.uint8)},
+        "ctx is for elements": {"tensors.dtype": np.array([9], np.uint8)},
     }
     assert VersionTable.from_bytes(frames.compress(columns.pack(sound))).blocks[0].model is not None
     for why, forged in lies.items():

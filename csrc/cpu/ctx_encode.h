@@ -1,0 +1,148 @@
+// Encodes the tiles of the `ctx` codec, or counts their symbols. Included once for each instruction set, inside a namespace of its
+// own. Does not allocate.
+
+namespace {
+
+using namespace vds::ctx;
+
+// What a tile will be coded as: symbols in the order of decoding, and raw bits.
+class Symbols {
+ public:
+  Symbols(uint32_t* codes, uint8_t* raw) : codes_(codes), raw_(raw) {}
+
+  // A code is frequency | first slot << 16; the lane goes between them.
+  void add(uint32_t code, int64_t lane) { codes_[count_++] = code | static_cast<uint32_t>(lane) << 13; }
+  // At most 32 bits. `raw_` has room for 8 bytes more than are used.
+  void add_raw(uint32_t bits, int count) {
+    window_ |= static_cast<uint64_t>(bits) << filled_;
+    filled_ += count;
+    std::memcpy(raw_ + raw_bytes_, &window_, 8);
+    const int whole = filled_ & ~7;
+    raw_bytes_ += whole >> 3;
+    window_ >>= whole;
+    filled_ -= whole;
+  }
+
+  // Writes the tile and returns its size, or -1 if it takes more than `room`. `words` has room for one word a symbol.
+  int64_t write(int lanes, uint16_t* words, uint8_t* out, int64_t room) {
+    if (filled_ > 0) raw_[raw_bytes_++] = static_cast<uint8_t>(window_);
+    uint32_t states[kMaxLanes] = {kFloor, kFloor, kFloor, kFloor};
+    int64_t emitted = 0;
+    for (int64_t i = count_; i-- > 0;) {
+      const uint32_t frequency = codes_[i] & 0x1FFF, start = codes_[i] >> 16;
+      uint32_t state = states[codes_[i] >> 13 & 7];
+      const bool due = static_cast<uint64_t>(state) >= static_cast<uint64_t>(frequency) << (32 - kScale);
+      words[emitted] = static_cast<uint16_t>(state);
+      emitted += due;
+      state = due ? state >> 16 : state;
+      const uint32_t quotient = state / frequency;
+      states[codes_[i] >> 13 & 7] = (quotient << kScale) + (state - quotient * frequency) + start;
+    }
+    if (4 * lanes + 2 * emitted + raw_bytes_ > room) return -1;
+    uint8_t* at = out;
+    std::memcpy(at, states, static_cast<size_t>(4 * lanes));
+    at += 4 * lanes;
+    for (int64_t i = emitted; i-- > 0; at += 2) std::memcpy(at, words + i, 2);
+    for (int64_t i = raw_bytes_; i-- > 0;) *at++ = raw_[i];
+    return at - out;
+  }
+
+ private:
+  uint32_t* codes_;
+  uint8_t* raw_;
+  int64_t count_ = 0, raw_bytes_ = 0;
+  uint64_t window_ = 0;
+  int filled_ = 0;
+};
+
+// Turns gaps and steps into symbols of a model, escaping those that it gives no frequency.
+class Coder {
+ public:
+  Coder(const Model& model, int lanes, Symbols& symbols) : model_(model), last_lane_(lanes - 1), symbols_(symbols) {}
+  void gap(uint32_t c, uint32_t gap, int64_t i) {
+    const Magnitude m = magnitude(gap);
+    put(model_.of[c].gap_codes, m.symbol, m.bits, m.raw, kGapEscape, kGapBits, gap, i);
+  }
+  void end(uint32_t c, int64_t i) { symbols_.add(model_.of[c].gap_codes[kGapEnd], i & last_lane_); }
+  template <typename T>
+  void step(uint32_t c, T z, int64_t i) {
+    const Magnitude m = magnitude(z >> 1);
+    put(model_.of[c].step_codes, m.symbol << 1 | (z & 1), m.bits, m.raw, kStepEscape, 8 * static_cast<int>(sizeof(T)), z, i);
+  }
+
+ private:
+  void put(const uint32_t* codes, uint32_t symbol, int bits, uint32_t raw, uint32_t escape, int escape_bits, uint32_t whole, int64_t i) {
+    const bool known = codes[symbol] != 0;
+    symbols_.add(codes[known ? symbol : escape], i & last_lane_);
+    symbols_.add_raw(known ? raw : whole, known ? bits : escape_bits);
+  }
+  const Model& model_;
+  int last_lane_;  // of 1 or kMaxLanes
+  Symbols& symbols_;
+};
+
+// Counts symbols instead: what a model is made from.
+class Tally {
+ public:
+  Tally(uint64_t* gaps, uint64_t* steps) : gaps_(gaps), steps_(steps) {}
+  void gap(uint32_t c, uint32_t gap, int64_t) { ++gaps_[c * kGapSymbols + magnitude(gap).symbol]; }
+  void end(uint32_t c, int64_t) { ++gaps_[c * kGapSymbols + kGapEnd]; }
+  template <typename T>
+  void step(uint32_t c, T z, int64_t) {
+    ++steps_[c * kStepSymbols + (magnitude(z >> 1).symbol << 1 | (z & 1))];
+  }
+
+ private:
+  uint64_t *gaps_, *steps_;
+};
+
+// Hands the changes of a tile to a coder, class by class: all gaps, the end, all steps.
+template <typename T, typename C>
+void code_changes(const Model& model, const Old<T>& old, const Tile& tile, const Tile& next, const TileChanges<T>& changes, const Scratch& scratch, C& coder) {
+  read_contexts(old, tile, scratch.contexts);
+  Ahead<T> ahead(old, next);
+  uint32_t* const order = scratch.elements;
+  int64_t ends[kMaxClasses + 1] = {}, at[kMaxClasses];
+  for (int64_t i = 0; i < changes.n; ++i) ++ends[model.class_of[context(changes.before[i])] + 1];
+  for (int c = 0; c < kMaxClasses; ++c) {
+    at[c] = ends[c];
+    ends[c + 1] += ends[c];
+  }
+  for (int64_t i = 0; i < changes.n; ++i) order[at[model.class_of[context(changes.before[i])]]++] = static_cast<uint32_t>(i);
+  for (uint32_t c = 0; c < model.classes; ++c) {
+    const uint32_t* const own = order + ends[c];
+    const int64_t count = ends[c + 1] - ends[c];
+    if (count > 0) {
+      const Members members(model.of[c], scratch.contexts, tile.rows * tile.columns, scratch, ahead);
+      uint32_t previous = ~0u;
+      for (int64_t i = 0; i < count; ++i) {
+        const uint32_t rank = members.rank(changes.elements[own[i]]);
+        coder.gap(c, rank - previous - 1, i);
+        previous = rank;
+      }
+    }
+    coder.end(c, count);
+    for (int64_t i = 0; i < count; ++i) {
+      const T before = changes.before[own[i]], after = changes.after[own[i]];
+      coder.step(c, fold_step(oriented(static_cast<T>(rank_of(after) - rank_of(before)), before)), i);
+    }
+  }
+}
+
+template <typename T>
+int64_t encode_tile(const Model& model, const Old<T>& old, const Tile& tile, const Tile& next, const TileChanges<T>& changes, int lanes,
+                    const Scratch& scratch, uint8_t* out, int64_t room) {
+  Symbols symbols(scratch.codes, scratch.raw);
+  Coder coder(model, lanes, symbols);
+  code_changes(model, old, tile, next, changes, scratch, coder);
+  return symbols.write(lanes, scratch.words, out, room);
+}
+
+template <typename T>
+void tally_tile(const Model& model, const Old<T>& old, const Tile& tile, const Tile& next, const TileChanges<T>& changes, const Scratch& scratch,
+                uint64_t* gaps, uint64_t* steps) {
+  Tally tally(gaps, steps);
+  code_changes(model, old, tile, next, changes, scratch, tally);
+}
+
+}  // namespace
