@@ -142,6 +142,7 @@ class Stream {
       : data_(reinterpret_cast<const uint8_t*>(job.data)), size_(static_cast<uint32_t>(job.size >> 1)), at_(from.at),
         loaded_(from.loaded), window_(from.window), have_(from.have), lanes_(job.size & 1 ? kMaxLanes : 1) {
     for (int i = 0; i < kMaxLanes; ++i) states_[i] = from.states[i];
+    look_ahead();
   }
   VDS_HD void save(Reading& to) const {
     for (int i = 0; i < kMaxLanes; ++i) to.states[i] = states_[i];
@@ -161,6 +162,7 @@ class Stream {
       if (states_[i] < kFloor) return false;
     }
     at_ = 4 * static_cast<uint32_t>(lanes_);
+    look_ahead();
     return true;
   }
 
@@ -176,18 +178,18 @@ class Stream {
     state = (code & 0xFFFF) * (state >> kScale) + (state & (kTotal - 1)) - (code >> 16);
     if (state >= kFloor) return true;
     if (size_ - at_ < 2) return false;
-    state = state << 16 | static_cast<uint32_t>(data_[at_]) | static_cast<uint32_t>(data_[at_ + 1]) << 8;
+    state = state << 16 | next_;
     at_ += 2;
+    look_ahead();
     return true;
   }
 
   // The next `count` raw bits, at most 32.
   VDS_HD bool raw(uint32_t count, uint32_t& bits) {
-    while (have_ < count) {
-      if (loaded_ == size_) return false;
-      window_ |= static_cast<uint64_t>(data_[size_ - 1 - loaded_]) << have_;
-      have_ += 8;
-      ++loaded_;
+    if (have_ < count) {
+      for (uint32_t i = 0; i < 4 && loaded_ < size_; ++i, ++loaded_, have_ += 8)
+        window_ |= static_cast<uint64_t>(data_[size_ - 1 - loaded_]) << have_;
+      if (have_ < count) return false;
     }
     bits = static_cast<uint32_t>(window_ & ((1ull << count) - 1));
     window_ >>= count;
@@ -199,12 +201,17 @@ class Stream {
   VDS_HD bool finished() const {
     for (int i = 0; i < kMaxLanes && i < lanes_; ++i)
       if (states_[i] != kFloor) return false;
-    return at_ + loaded_ == size_ && window_ == 0;
+    return at_ + loaded_ - have_ / 8 == size_ && (window_ & ((1u << have_ % 8) - 1)) == 0;
   }
 
  private:
+  // The next word is loaded as soon as the one before is taken, so that nothing waits for it.
+  VDS_HD void look_ahead() {
+    next_ = size_ - at_ < 2 ? 0 : static_cast<uint32_t>(data_[at_]) | static_cast<uint32_t>(data_[at_ + 1]) << 8;
+  }
+
   const uint8_t* data_;
-  uint32_t size_, at_, loaded_;
+  uint32_t size_, at_, loaded_, next_ = 0;
   uint64_t window_;
   uint32_t have_;
   int lanes_;  // 1 or kMaxLanes; loops over them have a fixed end besides, so that they unroll and states stay in registers
