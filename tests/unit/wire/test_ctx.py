@@ -234,13 +234,13 @@ def test_a_table_without_ctx_blocks_has_no_models() -> None:
     assert b"models." not in raw and b"blocks.model" not in raw
 
 
-def test_classes_join_contexts_that_change_alike_and_are_sixteen_at_most() -> None:
+def test_classes_join_contexts_that_change_alike_and_are_seven_at_most() -> None:
     members, steps = np.zeros(256, np.int64), np.zeros((256, 249), np.int64)
     members[100:140] = 10_000
     steps[100:120, 0], steps[120:140, 0] = 1000, 10
     assert ctx_model.classes(members, steps, toll=100.0).tolist() == [119, 255]
     steps[100:140, 0] = 2 ** (np.arange(40) // 4)
-    assert ctx_model.classes(members, steps, toll=-1e9).size == 16
+    assert ctx_model.classes(members, steps, toll=-1e9).size == ctx_model.MAX_MADE
     assert ctx_model.classes(np.zeros(256, np.int64), np.zeros((256, 249), np.int64), toll=1.0).tolist() == [255]
 
 
