@@ -64,7 +64,7 @@ def hold(spec: TensorSpec, start: int, count: int, encoded: EncodedBlock, change
     if encoded.codec != CTX:
         return Held(start, count, encoded, steps)
     if steps is not None and _is_small(spec, count, steps):
-        return Held(start, count, steps)
+        return Held(start, count, smaller_index(steps, changes.positions, count))
     moves = native.decode_steps(native.encode_steps(changes.old, changes.new), encoded.changed) if half else None
     try:
         found = encode(spec, start, count, Change(changes.positions, moves, changes.new))

@@ -102,10 +102,11 @@ def test_changes_of_every_dtype_go_through_a_table_and_back(dtype: str, share: f
     np.testing.assert_array_equal(decoded.new_bits(case.changes.old), case.changes.new)
 
 
+@pytest.mark.parametrize("share", [0.02, 0.4])
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_what_is_held_of_a_block_folds_without_the_values_before(dtype: str) -> None:
-    first = coded(dtype)
-    second = update(dtype, first.new, 0.02, 9)
+def test_what_is_held_of_a_block_folds_without_the_values_before(dtype: str, share: float) -> None:
+    first = coded(dtype, share)
+    second = update(dtype, first.new, share, 9)
     changes = native.diff(first.new.copy(), second, advance=False)
     held = [
         compose.hold(first.spec, 0, first.old.size, first.encoded, first.changes),
