@@ -69,10 +69,14 @@ def _nats(n: float) -> float:
     return n * float(np.log(n)) if n > 0 else 0.0
 
 
-def frequencies(counts: Counts, escape: int) -> npt.NDArray[np.uint16]:
-    """12-bit frequencies u16[C, S] in proportion to counts [C, S]: at least 1 of what was seen and of `escape`."""
+def frequencies(counts: Counts, *needed: int) -> npt.NDArray[np.uint16]:
+    """12-bit frequencies u16[C, S] in proportion to counts [C, S]: at least 1 of what was seen and of what is needed.
+
+    Args:
+        needed: symbols that an encoder may not do without, whatever was seen.
+    """
     seen = counts.astype(np.float64)
-    seen[:, escape] = np.maximum(seen[:, escape], 1e-9)
+    seen[:, needed] = np.maximum(seen[:, needed], 1e-9)
     found = np.where(seen > 0, np.maximum(1, np.rint(seen * (TOTAL / seen.sum(axis=1, keepdims=True)))), 0)
     for row in found:
         while (missing := TOTAL - int(row.sum())) != 0:
