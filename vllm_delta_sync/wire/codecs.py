@@ -40,8 +40,8 @@ __all__ = [
     "encoded_of",
 ]
 
-TRIED = 4096  # changes that are coded as gaps to see whether all should be
-CHEAPER = 0.85  # by so much their share may come out smaller than those of the whole block
+TRIED = 512  # changes that are coded as gaps to see whether all should be
+CHEAPER = 0.7  # by so much those of the whole block may come out smaller than their share
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -165,9 +165,7 @@ def decode_tiles(
     Raises MalformedObject for a stream that breaks docs/protocol.md, or old bits that are not what it was made from.
     """
     found = _decode_ctx(header, encoded, np.frombuffer(encoded.value, np.uint8), old, wanted, what)
-    if wanted.all() and len(found.positions) != encoded.changed:
-        raise MalformedObject(f"{what}: {len(found.positions)} changes, {encoded.changed} stated")
-    return found
+    return _all_stated(found, encoded, what) if wanted.all() else found
 
 
 def decode_window(window: ctx.CtxWindow, encoded: EncodedBlock, old: Bits, what: str) -> DecodedBlock:
@@ -178,7 +176,15 @@ def decode_window(window: ctx.CtxWindow, encoded: EncodedBlock, old: Bits, what:
     header = window.header
     data = np.frombuffer(encoded.value, np.uint8)[window.data]
     found = _decode_ctx(header, encoded, data, old, np.ones(header.grid.tiles, np.uint8), what)
+    if header.grid.row_length == window.row_length:
+        return _all_stated(found, encoded, what)
     return replace(found, positions=window.in_block(found.positions))
+
+
+def _all_stated(found: DecodedBlock, encoded: EncodedBlock, what: str) -> DecodedBlock:
+    if len(found.positions) != encoded.changed:
+        raise MalformedObject(f"{what}: {len(found.positions)} changes, {encoded.changed} stated")
+    return found
 
 
 def _decode_ctx(
