@@ -214,8 +214,8 @@ def publish(where: Path, state: dict[str, torch.Tensor], steps: int) -> list[dic
 
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_ranks_follow_a_log_of_ctx_blocks_each_from_its_own_memory(tmp_path: Path, ranks: int) -> None:
-    # 4090 tokens are padded to 4096, so the last band is held in part, by one rank, with all there is of it.
-    base = weights(4090)
+    # 4100 tokens are padded to 4160, so the last band is held in part, by one rank, with all there is of it.
+    base = weights(4100)
     states = publish(tmp_path, dict(base), 4)
     served = Following(tmp_path, base, ranks, padding=64)
     assert CTX in {block.codec for hop in served.deltas() for block in served.log.table(hop).blocks}
