@@ -23,13 +23,14 @@ class Symbols {
     filled_ -= whole;
   }
 
-  // Writes the tile and returns its size, or -1 if it takes more than `room`. `words` has room for one word a symbol.
+  // Writes the tile and returns its size, or -1 if it takes more than `room` or the model cannot say it. `words` has room for one word a symbol.
   int64_t write(int lanes, uint16_t* words, uint8_t* out, int64_t room) {
     if (filled_ > 0) raw_[raw_bytes_++] = static_cast<uint8_t>(window_);
     uint32_t states[kMaxLanes] = {kFloor, kFloor, kFloor, kFloor};
     int64_t emitted = 0;
     for (int64_t i = count_; i-- > 0;) {
       const uint32_t frequency = codes_[i] & 0x1FFF, start = codes_[i] >> 16;
+      if (frequency == 0) return -1;  // the model has neither the symbol nor an escape
       uint32_t state = states[codes_[i] >> 13 & 7];
       const bool due = static_cast<uint64_t>(state) >= static_cast<uint64_t>(frequency) << (32 - kScale);
       words[emitted] = static_cast<uint16_t>(state);

@@ -36,7 +36,7 @@ BATCH = 1  # sequences a step
 ROLLOUT_S = 5.0
 """After each step the server has the machine to itself, as when the next batch of an on-policy run is generated."""
 
-MAX_BYTES_PER_CHANGE = 2.0
+MAX_BYTES_PER_CHANGE = 1.0
 GREEDY_TOKENS = 48
 GREEDY_PROMPTS = (
     "The capital of France is",

@@ -7,6 +7,6 @@ from __future__ import annotations
 
 from vllm_delta_sync.kernels import ops
 from vllm_delta_sync.kernels.backend import Backend, DecodeTiles, Patch, Policy, Prepared, select
-from vllm_delta_sync.kernels.ctx import CodedBlock
+from vllm_delta_sync.kernels.ctx import CodedBlock, Decoded
 
-__all__ = ["Backend", "CodedBlock", "DecodeTiles", "Patch", "Policy", "Prepared", "ops", "select"]
+__all__ = ["Backend", "CodedBlock", "DecodeTiles", "Decoded", "Patch", "Policy", "Prepared", "ops", "select"]

@@ -17,7 +17,7 @@ from vllm_delta_sync.wire import dtypes
 from vllm_delta_sync.wire.codec_rules import BITMAP, CTX, DENSE, GAP, SLACK_BYTES
 from vllm_delta_sync.wire.codecs import decode_encoded, dense_block
 from vllm_delta_sync.wire.encoded import EncodedBlock
-from vllm_delta_sync.wire.sparse import gap_abs_block, gap_block, smaller_index
+from vllm_delta_sync.wire.sparse import gap_abs_block, gap_block, gap_of, smaller_index
 from vllm_delta_sync.wire.tensors import TensorSpec
 
 Bits = npt.NDArray[Any]  # unsigned integers of a dtype's width
@@ -60,18 +60,23 @@ def hold(spec: TensorSpec, start: int, count: int, encoded: EncodedBlock, change
     One of codec ctx, of which nothing can be composed, is held as steps or values instead.
     """
     half = dtypes.by_name(spec.dtype).half
-    if encoded.codec == CTX:
-        change = Change(changes.positions, _steps_of(changes) if half else None, changes.new)
-        try:
-            return encode(spec, start, count, change) or Held(start, count, encoded)
-        except BaseNeeded:  # as steps it is larger than a dense copy; it can be in no fold
-            return Held(start, count, encoded)
-    beside = gap_block(changes.positions, _steps_of(changes)) if half and encoded.codec not in (GAP, BITMAP) else None
-    return Held(start, count, encoded, beside)
+    steps = gap_of(changes) if half and encoded.codec not in (GAP, BITMAP) else None
+    if encoded.codec != CTX:
+        return Held(start, count, encoded, steps)
+    if steps is not None and _is_small(spec, count, steps):
+        return Held(start, count, smaller_index(steps, changes.positions, count))
+    moves = native.decode_steps(native.encode_steps(changes.old, changes.new), encoded.changed) if half else None
+    try:
+        found = encode(spec, start, count, Change(changes.positions, moves, changes.new))
+    except BaseNeeded:  # larger than a dense copy: it can be in no fold
+        return Held(start, count, encoded)
+    assert found is not None, "a block has changes"
+    return found
 
 
-def _steps_of(changes: native.Changes) -> Steps:
-    return native.decode_steps(native.encode_steps(changes.old, changes.new), changes.positions.size)
+def _is_small(spec: TensorSpec, count: int, steps: EncodedBlock) -> bool:
+    """Whether neither values nor a dense copy need be tried: as in wire.sparse."""
+    return len(steps.value) <= steps.changed and steps.stored <= count * spec.width
 
 
 def decode(spec: TensorSpec, held: Held) -> Change:
@@ -102,8 +107,7 @@ def encode(spec: TensorSpec, start: int, count: int, change: Change) -> Held | N
     steps = None
     if change.steps is not None:
         steps = smaller_index(gap_block(change.positions, change.steps), change.positions, count)
-    # As in wire.codecs: only where steps take more than a byte each can values be the smaller.
-    if steps is not None and len(steps.value) <= steps.changed and steps.stored <= size:
+    if steps is not None and _is_small(spec, count, steps):
         return Held(start, count, steps)
     choices = [] if steps is None else [steps]
     if change.values is not None:

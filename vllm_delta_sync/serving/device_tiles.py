@@ -1,25 +1,29 @@
 """Decodes ctx blocks on the device that holds the weights, many at a time, against live memory as it lies.
 
-Reads live memory, writes none; only tiles go there and changes come back. Leaves blocks that several regions share to
-`tiles`.
+Reads live memory, writes none; only tiles go there and changes come back. Leaves integers, and blocks that several
+regions share, to `tiles`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
 import numpy as np
 import torch
 
 from vllm_delta_sync.errors import MalformedObject
-from vllm_delta_sync.kernels import CodedBlock, DecodeTiles
+from vllm_delta_sync.kernels import CodedBlock, Decoded, DecodeTiles
+from vllm_delta_sync.kernels.upload import to_device
 from vllm_delta_sync.serving.affine import Region
 from vllm_delta_sync.serving.memory import LiveMemory
-from vllm_delta_sync.serving.tiles import window_of
+from vllm_delta_sync.serving.tiles import sound, window_of
 from vllm_delta_sync.wire.codec_rules import CTX
 from vllm_delta_sync.wire.codecs import DecodedBlock, ctx_header, encoded_of
 from vllm_delta_sync.wire.ctx import CtxWindow
+from vllm_delta_sync.wire.ctx_order import moved
+from vllm_delta_sync.wire.dtypes import Dtype
 from vllm_delta_sync.wire.frames import Buffer
 from vllm_delta_sync.wire.table import Block
 
@@ -32,7 +36,7 @@ class _Waiting:
     block: Block
     window: CtxWindow
     coded: CodedBlock
-    whole: bool  # the window is the whole block
+    dtype: Dtype
 
 
 @dataclass(eq=False)
@@ -53,9 +57,9 @@ class DeviceTiles:
     _elements: dict[int, torch.Tensor] = field(default_factory=dict)  # of regions of that tensor
 
     def take(self, block: Block, payload: Buffer, held: Sequence[int]) -> bool:
-        """Take a block of which the regions `held`, those of its tensor, hold the same columns of each row.
+        """Take a block of floats of which the regions `held`, those of its tensor, hold the same columns of each row.
 
-        Returns False, and takes nothing, where they do not. Copies what it keeps of the payload.
+        Returns False, and takes nothing, where they do not, and of integers. Copies what it keeps of the payload.
 
         Raises:
             DigestMismatch, MalformedObject: the block is not what its table states.
@@ -63,7 +67,7 @@ class DeviceTiles:
         encoded = encoded_of(block, payload)
         header = ctx_header(block.spec, block.start, block.count, encoded, f"block {block}")
         found = window_of(header, block.start, self.regions, held)
-        if found is None or encoded.model is None:
+        if found is None or encoded.model is None or header.dtype.integer:  # the host orders integers as floats
             return False
         window, index, rank = found
         grid = window.header.grid
@@ -77,7 +81,7 @@ class DeviceTiles:
             wanted=np.ones(grid.tiles, np.uint8),
             changed=encoded.changed,
         )
-        self._waiting.append(_Waiting(block, window, coded, grid.elements == block.count))
+        self._waiting.append(_Waiting(block, window, coded, header.dtype))
         return True
 
     @property
@@ -89,17 +93,14 @@ class DeviceTiles:
     def flush(self) -> Iterator[tuple[Block, DecodedBlock]]:
         """The changes of the blocks that wait, in the tiles that this rank holds.
 
-        Raises MalformedObject where tiles break docs/protocol.md, or old values are not what they were made from.
+        Raises StateHashMismatch where the live values are not those that a block was made from.
         """
         waiting, self._waiting = self._waiting, []
+        if not waiting:
+            return
         found = self.decode([one.coded for one in waiting])
         for one, changes in zip(waiting, found, strict=True):
-            if changes is None or (one.whole and len(changes[0]) != one.coded.changed):
-                raise MalformedObject(
-                    f"block {one.block}: a ctx tile of {one.coded.grid.tiles} is malformed, or they do not hold the "
-                    f"{one.coded.changed} changes stated"
-                )
-            yield one.block, DecodedBlock(CTX, one.window.in_block(changes[0]), changes[1], None)
+            yield one.block, sound(partial(_changes, one, changes))
 
     def _read(self, block: Block, index: int) -> torch.Tensor:
         if block.spec.name != self._tensor:
@@ -107,3 +108,20 @@ class DeviceTiles:
         if index not in self._elements:
             self._elements[index] = self.memory.device_elements(self.regions[index], block.spec.dtype)
         return self._elements[index]
+
+
+def _changes(one: _Waiting, found: Decoded | None) -> DecodedBlock:
+    """What was found, as the host's decoder says it. Raises MalformedObject."""
+    whole = one.coded.grid.elements == one.block.count
+    if found is None or (whole and len(found[0]) != one.coded.changed):
+        raise MalformedObject(
+            f"block {one.block}: a ctx tile of {one.coded.grid.tiles} is malformed, or they do not hold the "
+            f"{one.coded.changed} changes stated"
+        )
+    positions, steps = found
+    values = None
+    if not one.dtype.half:
+        places = to_device(positions, one.coded.old.device).to(torch.int64)
+        old = one.coded.old[places].cpu().numpy().view(steps.dtype)
+        values = moved(one.dtype, old, steps)
+    return DecodedBlock(CTX, one.window.in_block(positions), steps if values is None else None, values)

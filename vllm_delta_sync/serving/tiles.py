@@ -63,11 +63,11 @@ class TileReader:
         if found is not None:
             window, index, rank = found
             old = self._read(block, index)[rank : rank + window.header.grid.elements]
-            return _sound(lambda: decode_window(window, encoded, old, what))
+            return sound(lambda: decode_window(window, encoded, old, what))
         boxes = _boxes(self._regions, held)
         wanted = _held_tiles(header, tuple(boxes), block.start, what)
         old = self._put_together(block, boxes if wanted.any() else {})
-        return _sound(lambda: decode_tiles(header, encoded, old, wanted, what))
+        return sound(lambda: decode_tiles(header, encoded, old, wanted, what))
 
     def _read(self, block: Block, index: int) -> Bits:
         if index not in self._elements:
@@ -81,7 +81,7 @@ class TileReader:
         return old
 
 
-def _sound(decode: Callable[[], DecodedBlock]) -> DecodedBlock:
+def sound(decode: Callable[[], DecodedBlock]) -> DecodedBlock:
     """What decoding gives of a block whose digest is right: where it fails, it is the old values that are wrong."""
     try:
         return decode()

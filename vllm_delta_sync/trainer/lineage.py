@@ -67,7 +67,9 @@ def begin_run(store: Store, base: bases.Base, anchor: str, threads: int) -> Line
     with tempfile.TemporaryDirectory(prefix="vllm-delta-sync-") as directory:
         files = _write_anchor(Path(directory), base) if upload else []
         writer = LogWriter.create(store, snapshot.lanes, base=base.ref, anchor=files)
-    return Lineage(writer, snapshot, base.aliases, SpooledFiles(base.files), _shelf(writer, snapshot.specs.values(), threads))
+    return Lineage(
+        writer, snapshot, base.aliases, SpooledFiles(base.files), _shelf(writer, snapshot.specs.values(), threads)
+    )
 
 
 def continue_run(

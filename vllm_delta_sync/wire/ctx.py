@@ -5,6 +5,7 @@ Does not choose between codecs (`codecs` does), nor hold models: a version's tab
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache, partial
@@ -18,6 +19,7 @@ from vllm_delta_sync.errors import MalformedObject
 from vllm_delta_sync.native import Changes, CtxGrid, CtxModel
 from vllm_delta_sync.native.ctx_types import (
     CTX_WIDTHS,
+    GAP_END,
     GAP_ESCAPE,
     GAP_SYMBOLS,
     MANY_LANES,
@@ -155,8 +157,9 @@ def make_model(samples: Callable[[], Iterator[Sample]], share: float) -> CtxMode
         grid = _grid(sample.spec, sample.start, sample.old.size, sample.dim)
         strips = grid.strips[index % 4 :: 4] if len(grid.strips) > 4 else grid.strips[:1]
         native.ctx_tally(classes, sample.old, CtxGrid(grid.rows, grid.row_length, strips.copy()), sample.changes, found)
-    gaps, steps = ctx_model.frequencies(found.gaps, GAP_ESCAPE), ctx_model.frequencies(found.steps, STEP_ESCAPE)
-    return native.ctx_model(last, gaps, steps)
+    # Where changes are few, none may be in what was sampled, and so no end of a tile.
+    gaps = ctx_model.frequencies(found.gaps, GAP_END, GAP_ESCAPE)
+    return native.ctx_model(last, gaps, ctx_model.frequencies(found.steps, STEP_ESCAPE))
 
 
 def _seen(sample: Sample) -> Sample:
@@ -179,7 +182,7 @@ def _grid(spec: TensorSpec, start: int, count: int, dim: int) -> CtxGrid:
 
 
 def _band(spec: TensorSpec, dim: int) -> int:
-    return ctx_tiles.band_of(spec.shape[dim] if spec.shape else 1)
+    return ctx_tiles.band_of(spec.shape[dim], math.prod(spec.shape[dim + 1 :])) if spec.shape else 1
 
 
 def encode(

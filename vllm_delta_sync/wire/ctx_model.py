@@ -11,9 +11,11 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from vllm_delta_sync.native.ctx_types import CONTEXTS, MAX_CLASSES, TOTAL
+from vllm_delta_sync.native.ctx_types import CONTEXTS, TOTAL
 
 Counts = npt.NDArray[Any]
+
+MAX_MADE = 7  # classes: each takes time for every element, and those of the format's 16 beyond it save 1 % of the bytes
 
 
 def classes(members: Counts, steps: Counts, toll: float) -> npt.NDArray[np.uint8]:
@@ -36,7 +38,7 @@ def classes(members: Counts, steps: Counts, toll: float) -> npt.NDArray[np.uint8
     gains = [_bits(*both) - costs[i] - costs[i + 1] for i, both in enumerate(merged)]
     while gains:
         at = int(np.argmin(gains))
-        if len(groups) <= 7 and gains[at] >= toll:
+        if len(groups) <= MAX_MADE and gains[at] >= toll:
             break
         groups[at : at + 2] = [merged[at]]
         costs[at : at + 2] = [_bits(*merged[at])]
@@ -67,10 +69,14 @@ def _nats(n: float) -> float:
     return n * float(np.log(n)) if n > 0 else 0.0
 
 
-def frequencies(counts: Counts, escape: int) -> npt.NDArray[np.uint16]:
-    """12-bit frequencies u16[C, S] in proportion to counts [C, S]: at least 1 of what was seen and of `escape`."""
+def frequencies(counts: Counts, *needed: int) -> npt.NDArray[np.uint16]:
+    """12-bit frequencies u16[C, S] in proportion to counts [C, S]: at least 1 of what was seen and of what is needed.
+
+    Args:
+        needed: symbols that an encoder may not do without, whatever was seen.
+    """
     seen = counts.astype(np.float64)
-    seen[:, escape] = np.maximum(seen[:, escape], 1e-9)
+    seen[:, needed] = np.maximum(seen[:, needed], 1e-9)
     found = np.where(seen > 0, np.maximum(1, np.rint(seen * (TOTAL / seen.sum(axis=1, keepdims=True)))), 0)
     for row in found:
         while (missing := TOTAL - int(row.sum())) != 0:

@@ -19,15 +19,24 @@ PADDING = 64  # to a multiple of which vLLM pads a vocabulary before it splits i
 VOCABULARY = 1 << 12  # from so many indices on, a dimension that is no multiple of that is one
 
 
-def band_of(size: int) -> int:
+def band_of(size: int, inner: int) -> int:
     """Indices of a dimension of this size that make a band: where 2, 4, 8 or 16 ranks split it, bands end too.
 
     One that is neither a vocabulary nor sure to be split evenly is split anywhere: a single small tensor that a rank
-    cannot decode would keep a whole version from it.
+    cannot decode would keep a whole version from it. What is larger than a tile is cut at some power of two, where that
+    costs few tiles more: there end heads, and so the parts of fused projections and of other numbers of ranks.
+
+    Args:
+        inner: elements of one index.
     """
     if size % PADDING and size < VOCABULARY:
         return 1
-    return -(-size // PADDING) * PADDING // BANDS
+    band, most = -(-size // PADDING) * PADDING // BANDS, TILE_ELEMENTS // inner
+    if band <= most:
+        return band
+    divisors = [part for part in range(1, most + 1) if band % part == 0]
+    power = max((part for part in divisors if part.bit_count() == 1), default=1)
+    return power if 2 * power > most else max(divisors)
 
 
 @lru_cache(maxsize=1 << 14)  # a model's blocks are the same in every version

@@ -185,6 +185,13 @@ def test_a_step_of_half_the_numbers_that_there_are_or_more_is_refused(
     assert on_host(library, block) == [on_cpu(block)] and (on_cpu(block) is not None) == sound
 
 
+def test_a_tile_that_changes_nothing_is_refused(library: HostLibrary) -> None:
+    model = test_ctx.worked_model(native)
+    writer = _Writer(1)
+    writer.add(model.gaps[0], GAP_END, 0)
+    assert on_host(library, single(writer.bytes(), model)) == [None]
+
+
 def test_a_state_that_begins_too_low_is_refused_though_it_would_come_to_the_end(library: HostLibrary) -> None:
     model = test_ctx.worked_model(native)
     writer = _Writer(1)

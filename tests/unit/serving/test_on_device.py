@@ -14,14 +14,22 @@ from hypothesis import strategies as st
 from tests.unit.kernels.on_host import COMPILER, build
 from tests.unit.serving import test_tiles as tiles
 from tests.unit.serving.fleet import Following
-from vllm_delta_sync import kernels
-from vllm_delta_sync.errors import BaseNeeded, MalformedObject
+from vllm_delta_sync import kernels, native
+from vllm_delta_sync.errors import BaseNeeded, StateHashMismatch
 from vllm_delta_sync.kernels import ctx
+from vllm_delta_sync.kernels.upload import to_device
 from vllm_delta_sync.native import Seed
 from vllm_delta_sync.serving import device_hash, device_tiles
 from vllm_delta_sync.serving.affine import View, compose
 from vllm_delta_sync.serving.device_tiles import DeviceTiles
 from vllm_delta_sync.serving.memory import LiveMemory
+from vllm_delta_sync.serving.tiles import TileReader
+from vllm_delta_sync.wire import dtypes
+from vllm_delta_sync.wire.codec_rules import CTX
+from vllm_delta_sync.wire.codecs import Context, ctx_of
+from vllm_delta_sync.wire.ctx import Sample, make_model
+from vllm_delta_sync.wire.table import Block
+from vllm_delta_sync.wire.tensors import TensorSpec
 
 CPU = torch.device("cpu")
 SEED = Seed(2**63 + 5, 77)
@@ -70,6 +78,36 @@ def test_tiles_are_decoded_against_live_memory_however_it_is_kept(
 
 
 @needs_compiler
+@pytest.mark.parametrize("dtype", ["F32", "F8_E4M3", "F16", "I8"])
+def test_floats_of_any_width_are_decoded_there_and_integers_left_to_the_host(
+    backend: kernels.Backend, dtype: str
+) -> None:
+    spec = TensorSpec("w", dtype, (40, 50))
+    bits = dtypes.by_name(dtype).bits
+    rng = np.random.default_rng(1)
+    old = rng.integers(0, 256, spec.nbytes, np.uint8).view(bits)
+    new = np.where(rng.random(old.size) < 0.1, old + bits.type(1), old)
+    changes = native.diff(old, new, advance=False)
+    model = make_model(lambda: iter([Sample(spec, 0, old, changes, 0)]), 1.0)
+    coded = ctx_of(spec, changes, 0, Context(model, old, 0))
+    assert coded is not None
+    length = len(coded.index), len(coded.value)
+    block = Block(0, spec, 0, old.size, CTX, coded.changed, 0, 0, length, coded.raw, coded.digest(), model)
+    payload = bytes(coded.index) + bytes(coded.value)
+    live = to_device(old, CPU).view(kernels.dtypes.BY_NAME[dtype])
+    region = compose("w", View(0, spec.shape, (50, 1)), View(0, spec.shape, (50, 1)), 0, dtype)
+    memory = LiveMemory([live], backend)
+    assert memory.decode_tiles is not None
+    reader = DeviceTiles(memory.decode_tiles, [region], memory)
+    assert reader.take(block, payload, [0]) is (dtype != "I8")
+    for _, found in reader.flush():
+        on_host = TileReader([region], memory).decode(block, payload, [0])
+        np.testing.assert_array_equal(found.positions, changes.positions)
+        np.testing.assert_array_equal(found.new_bits(changes.old), changes.new)
+        assert (found.steps is None) == (on_host.steps is None) == (dtype != "F16")
+
+
+@needs_compiler
 def test_old_values_that_are_not_those_of_the_tiles_are_refused_by_name(backend: kernels.Backend) -> None:
     block, payload, old, _ = tiles.ctx_block(0)
     live = torch.from_numpy(np.zeros_like(old).view(np.int16)).view(torch.bfloat16)
@@ -78,7 +116,7 @@ def test_old_values_that_are_not_those_of_the_tiles_are_refused_by_name(backend:
     assert memory.decode_tiles is not None
     reader = DeviceTiles(memory.decode_tiles, [where], memory)
     reader.take(block, payload, [0])
-    with pytest.raises(MalformedObject, match=r"block 'w'.*a ctx tile"):
+    with pytest.raises(StateHashMismatch, match=r"block 'w'.*a ctx tile"):
         list(reader.flush())
 
 
@@ -102,9 +140,9 @@ def test_ranks_follow_a_log_by_what_their_devices_decode(
 
 @needs_compiler
 def test_a_rank_that_holds_a_part_of_a_tile_says_so(tmp_path: Path, backend: kernels.Backend) -> None:
-    base = tiles.weights(250)
+    base = tiles.weights(4098)
     tiles.publish(tmp_path, dict(base), 1)
-    served = Following(tmp_path, base, 2, padding=2)
+    served = Following(tmp_path, base, 2, padding=2)  # 2049 rows each, in the midst of a band of 260
     for rank in served.ranks:
         rank._make_backend = lambda device: backend
     served.join()

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from vllm_delta_sync import native
 from vllm_delta_sync.errors import BaseNeeded, MalformedObject
-from vllm_delta_sync.native.ctx_types import GAP_ESCAPE, TILE_ELEMENTS
+from vllm_delta_sync.native.ctx_types import GAP_END, GAP_ESCAPE, TILE_ELEMENTS
 from vllm_delta_sync.wire import codec_rules, columns, ctx, ctx_model, ctx_tiles, frames
 from vllm_delta_sync.wire.codecs import (
     Context,
@@ -134,16 +134,31 @@ def test_bands_end_where_ranks_split_a_padded_vocabulary() -> None:
     edges = {padded // 16 * rank * hidden for rank in range(1, 16)}
     found = set[int]()
     for start, count in split_blocks(spec):
-        grid = ctx_tiles.grid(spec.shape, start, count, 0, ctx_tiles.band_of(vocabulary))
+        grid = ctx_tiles.grid(spec.shape, start, count, 0, ctx_tiles.band_of(vocabulary, hidden))
         assert grid.rows == 1 and int(grid.strips[:, 1].sum()) == count
         found |= {start + int(column) for column in grid.strips[:, 0]}
     assert edges <= found
 
 
-@pytest.mark.parametrize("size", [24, 80, 100, 576, 1000, 4096, 128256])
-def test_bands_end_wherever_ranks_split_a_dimension_evenly(size: int) -> None:
-    band = ctx_tiles.band_of(size)
+@pytest.mark.parametrize("inner", [1, 1000, 4096, 1 << 20])
+@pytest.mark.parametrize("size", [24, 80, 100, 576, 1000, 4096, 8960, 11008, 128256])
+def test_bands_end_wherever_ranks_split_a_dimension_evenly(size: int, inner: int) -> None:
+    band = ctx_tiles.band_of(size, inner)
     assert all(size // ranks % band == 0 for ranks in (2, 4, 8, 16) if size % ranks == 0)
+
+
+@pytest.mark.parametrize(
+    ("size", "inner", "band"),
+    [
+        (576, 576, 36),  # smaller than a tile
+        (9216, 3072, 64),  # q, k and v of 32 heads of 96 each
+        (49152, 576, 256),
+        (11008, 4096, 43),  # 16 would be a quarter of a tile
+        (128, 1 << 19, 1),  # whole experts
+    ],
+)
+def test_what_is_larger_than_a_tile_is_cut_where_heads_end(size: int, inner: int, band: int) -> None:
+    assert ctx_tiles.band_of(size, inner) == band
 
 
 @given(
@@ -234,18 +249,18 @@ def test_a_table_without_ctx_blocks_has_no_models() -> None:
     assert b"models." not in raw and b"blocks.model" not in raw
 
 
-def test_classes_join_contexts_that_change_alike_and_are_sixteen_at_most() -> None:
+def test_classes_join_contexts_that_change_alike_and_are_seven_at_most() -> None:
     members, steps = np.zeros(256, np.int64), np.zeros((256, 249), np.int64)
     members[100:140] = 10_000
     steps[100:120, 0], steps[120:140, 0] = 1000, 10
     assert ctx_model.classes(members, steps, toll=100.0).tolist() == [119, 255]
     steps[100:140, 0] = 2 ** (np.arange(40) // 4)
-    assert ctx_model.classes(members, steps, toll=-1e9).size == 16
+    assert ctx_model.classes(members, steps, toll=-1e9).size == ctx_model.MAX_MADE
     assert ctx_model.classes(np.zeros(256, np.int64), np.zeros((256, 249), np.int64), toll=1.0).tolist() == [255]
 
 
 @given(st.lists(st.integers(0, 10**6), min_size=74, max_size=74))
 def test_frequencies_add_up_and_leave_nothing_out_that_was_seen(counts: list[int]) -> None:
-    found = ctx_model.frequencies(np.array([counts]), GAP_ESCAPE)[0]
-    assert int(found.sum()) == 4096 and found[GAP_ESCAPE] >= 1
+    found = ctx_model.frequencies(np.array([counts]), GAP_END, GAP_ESCAPE)[0]
+    assert int(found.sum()) == 4096 and found[GAP_ESCAPE] >= 1 and found[GAP_END] >= 1
     assert all(frequency >= 1 for frequency, count in zip(found.tolist(), counts, strict=True) if count)

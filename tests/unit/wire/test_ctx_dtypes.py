@@ -13,7 +13,16 @@ from vllm_delta_sync import native
 from vllm_delta_sync.log import compose
 from vllm_delta_sync.native import Changes, CtxModel
 from vllm_delta_sync.wire import codec_rules, ctx, ctx_tiles, dtypes
-from vllm_delta_sync.wire.codecs import Context, EncodedBlock, decode_block, dense_block, encode_block
+from vllm_delta_sync.wire.codecs import (
+    Context,
+    EncodedBlock,
+    ctx_header,
+    ctx_of,
+    decode_block,
+    decode_tiles,
+    dense_block,
+    encode_block,
+)
 from vllm_delta_sync.wire.ctx_order import moved, pattern
 from vllm_delta_sync.wire.sparse import gap_abs_block
 from vllm_delta_sync.wire.table import Block, VersionTable
@@ -93,10 +102,11 @@ def test_changes_of_every_dtype_go_through_a_table_and_back(dtype: str, share: f
     np.testing.assert_array_equal(decoded.new_bits(case.changes.old), case.changes.new)
 
 
+@pytest.mark.parametrize("share", [0.02, 0.4])
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_what_is_held_of_a_block_folds_without_the_values_before(dtype: str) -> None:
-    first = coded(dtype)
-    second = update(dtype, first.new, 0.02, 9)
+def test_what_is_held_of_a_block_folds_without_the_values_before(dtype: str, share: float) -> None:
+    first = coded(dtype, share)
+    second = update(dtype, first.new, share, 9)
     changes = native.diff(first.new.copy(), second, advance=False)
     held = [
         compose.hold(first.spec, 0, first.old.size, first.encoded, first.changes),
@@ -153,9 +163,24 @@ def test_a_step_of_an_integer_is_the_difference_and_its_pattern_has_its_sign_and
 @given(st.floats(width=32, allow_nan=False, allow_infinity=False))
 def test_a_step_of_a_float_is_the_next_one(value: float) -> None:
     old = np.array([value], np.float32)
-    assume(value != 0)  # there are two zeros
+    assume(value != 0 and abs(value) < 3e38)  # there are two zeros, and beyond the largest is infinity
     after = moved(dtypes.by_name("F32"), old.view(np.uint32), np.array([1], np.uint32)).view(np.float32)
     assert after[0] == np.nextafter(old, np.float32(np.inf))[0]
+
+
+@pytest.mark.parametrize("place", [0, 40, 191])
+def test_a_single_change_is_coded_wherever_it_is(place: int) -> None:
+    """Also where the model has seen none of it: it is made from some of a block's strips."""
+    spec, old = TensorSpec("w", "BF16", SHAPE), weights("BF16", 3)
+    new = old.copy()
+    new[place * SHAPE[1]] += np.uint16(1)
+    changes = native.diff(old.copy(), new, advance=False)
+    model = ctx.make_model(lambda: iter([ctx.Sample(spec, 0, old, changes, 0)]), 1.0)
+    found = ctx_of(spec, changes, 0, Context(model, old, 0))
+    assert found is not None
+    header = ctx_header(spec, 0, old.size, found, "w")
+    decoded = decode_tiles(header, found, old, np.ones(header.grid.tiles, np.uint8), "w")
+    assert decoded.positions.tolist() == [place * SHAPE[1]] and decoded.steps is not None
 
 
 RATES = st.sampled_from([3e-8, 1e-6, 2e-5, 3e-4, 1e-2])
