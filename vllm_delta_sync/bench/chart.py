@@ -9,6 +9,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from html import escape
+from itertools import cycle
 
 WIDTH, HEIGHT = 720, 400
 LEFT, RIGHT, TOP, BOTTOM = 64, 120, 36, 48  # margins; the names of the lines stand in the right one
@@ -49,7 +50,7 @@ def line_chart(title: str, x_title: str, y_title: str, lines: Mapping[str, Seque
     body = [_text(LEFT, 20, title, "start", bold=True), *_grid(x_axis, y_axis)]
     ends = {name: _place(x_axis, y_axis, line[-1])[1] for name, line in lines.items()}
     labels = _apart(ends)
-    for (name, line), colour in zip(lines.items(), COLOURS, strict=False):
+    for (name, line), colour in zip(lines.items(), cycle(COLOURS), strict=False):
         places = [_place(x_axis, y_axis, point) for point in line]
         path = " ".join(f"{x:.1f},{y:.1f}" for x, y in places)
         body.append(f'<polyline points="{path}" fill="none" stroke="{colour}" stroke-width="2"/>')
