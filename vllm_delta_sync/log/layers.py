@@ -115,6 +115,16 @@ def compose(first: Layer, second: Layer, *, threads: int = 1) -> Layer:
         return _layer(first.source, second.to, filter(None, pool.map(both, names)))
 
 
+def of_fold(layer: Layer) -> Layer:
+    """The layer as a fold states it: one that was read from a single delta need not be so yet.
+
+    Raises BaseNeeded for a layer with ctx blocks, which a fold does not have.
+    """
+    tensors = layer.tensors.values()
+    changed = (replace(tensor, blocks=[blocks.of_fold(held) for held in tensor.blocks]) for tensor in tensors)
+    return _layer(layer.source, layer.to, changed)
+
+
 def inverse(layer: Layer, lanes: Mapping[str, Lanes]) -> Layer:
     """The way back. `lanes`: u32[4] of at least every tensor that the layer changes, at its source.
 

@@ -78,11 +78,11 @@ class Shelf:
         return End(version, self._route.manifest(ref).state_root, ref)
 
     def layer(self, source: int, to: int) -> Layer:
-        """All changes from `source` to a later version, put together from the fewest bytes.
+        """All changes from `source` to a later version as a fold states them, put together from the fewest bytes.
 
         Raises:
             VersionGap: deltas in between are gone and no fold leads over them, or there is no such version.
-            BaseNeeded: what is at hand cannot be composed without the values before it.
+            BaseNeeded: what is at hand cannot be composed, or told, without the values before it.
         """
         if not 0 <= source < to:
             raise VersionGap(f"{self._log.store.uri}: no changes lead from version {source} on to {to}")
@@ -91,7 +91,7 @@ class Shelf:
         sizes.update((ends, fold.totals.bytes) for ends, fold in self._folds().items())
         sizes.update((ends, layer.stored) for ends, layer in self._kept.items())
         edges = [Edge(*ends, size) for ends, size in sizes.items() if source <= ends[0] and ends[1] <= to]
-        return self._composed(plan(edges, source, to))
+        return layers.of_fold(self._composed(plan(edges, source, to)))
 
     def lanes(self, version: int, names: Iterable[str]) -> dict[str, Lanes]:
         """The state hash u32[4] of these tensors at a version, by name, from the tables that state it last.

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from vllm_delta_sync.errors import MalformedObject
 from vllm_delta_sync.wire import state_hash
-from vllm_delta_sync.wire.codec_rules import DENSE
+from vllm_delta_sync.wire.codec_rules import CTX, DENSE
 from vllm_delta_sync.wire.payload import Parts
 from vllm_delta_sync.wire.table import VersionTable
 
@@ -31,6 +31,8 @@ def check(parts: Parts, table: VersionTable, what: str) -> None:
             raise MalformedObject(f"{what}: block {block} reaches beyond the {shard.size} bytes of {shard.key}")
         if parts.is_fold and block.codec == DENSE and block.changed != block.count:
             raise MalformedObject(f"{what}: block {block} of a fold is dense, but does not count all it lists")
+        if parts.is_fold and block.codec == CTX:
+            raise MalformedObject(f"{what}: block {block} of a fold has codec ctx, which is for deltas only")
 
 
 def check_states(table: VersionTable, root: str, what: str) -> None:

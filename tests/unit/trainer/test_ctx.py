@@ -8,11 +8,13 @@ import numpy as np
 import pytest
 import torch
 
+from vllm_delta_sync.errors import MalformedObject
 from vllm_delta_sync.log import DeltaLog, FoldSchedule, verify
 from vllm_delta_sync.log.folding import write_fold, write_scheduled
 from vllm_delta_sync.log.replica import Replica
 from vllm_delta_sync.trainer import Publisher
 from vllm_delta_sync.trainer.splits import split_dim
+from vllm_delta_sync.wire.catalog import Fold
 from vllm_delta_sync.wire.codec_rules import CTX
 from vllm_delta_sync.wire.codecs import decode_block
 from vllm_delta_sync.wire.tensors import TensorSpec
@@ -76,17 +78,29 @@ def test_folds_of_ctx_blocks_are_composed_from_the_steps_that_the_publisher_had(
     assert {name: bits.tobytes() for name, (_, bits) in replica.tensors.items()} == states[-1]
 
 
-@pytest.mark.parametrize(("source", "to"), [(1, 5), (5, 1)])
+@pytest.mark.parametrize(("source", "to"), [(1, 5), (5, 1), (3, 4), (4, 3)])
 def test_who_folds_ctx_blocks_from_the_log_alone_rebuilds_both_versions(tmp_path: Path, source: int, to: int) -> None:
     log, states = published(tmp_path)
     fold = write_fold(log, source, to)
     held = {name: np.frombuffer(bits, np.uint16).copy() for name, bits in states[source].items()}
     table = log.table(fold)
+    assert all(block.codec != CTX for block in table.blocks)
     for block, payload in log.blocks(fold, table.blocks):
         bits = held[block.spec.name][block.start : block.start + block.count]
         decoded = decode_block(block, payload, bits)
         bits[decoded.positions] = decoded.new_bits(bits[decoded.positions])
     assert {name: bits.tobytes() for name, bits in held.items()} == states[to]
+
+
+def test_a_fold_with_ctx_blocks_is_refused(tmp_path: Path) -> None:
+    log, _ = published(tmp_path)
+    before, tip = log.chain(4, log.tip())
+    stated = {name: getattr(tip, name) for name in ("table", "shards", "totals")}
+    fold = Fold(
+        source=5, to=6, before=before.state_root, after=tip.state_root, manifest=log.latest().manifest, **stated
+    )
+    with pytest.raises(MalformedObject, match="codec ctx, which is for deltas only"):
+        log.table(fold)
 
 
 def test_the_folds_of_a_schedule_are_written_by_going_through_the_versions(tmp_path: Path) -> None:
