@@ -101,12 +101,12 @@ class Folder:
         self._thread = threading.Thread(target=self._run, name="delta-sync-fold", daemon=True)
         self._thread.start()
 
-    def published(self, layer: Layer) -> None:
-        """A version is durable."""
+    def published(self, end: End, layer: Layer | None) -> None:
+        """A version is durable. `layer`: its changes; None where they are to be had from the log only."""
         with self._changed:
             held = sum(waiting.stored for _, waiting in self._waiting if waiting is not None)
-            self._waiting.append((layer.to.version, layer if held < self._shelf.memory_bytes else None))
-            self._durable.append(layer.to)
+            self._waiting.append((end.version, layer if held < self._shelf.memory_bytes else None))
+            self._durable.append(end)
             self._changed.notify_all()
 
     def close(self, *, finish: bool) -> None:

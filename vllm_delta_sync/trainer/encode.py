@@ -5,10 +5,11 @@ Does not find changes and does not retry.
 
 from __future__ import annotations
 
+import logging
 import threading
 import time
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Executor, ThreadPoolExecutor
 from itertools import groupby
 
 import numpy as np
@@ -27,6 +28,8 @@ from vllm_delta_sync.wire import ctx, dtypes
 from vllm_delta_sync.wire.codec_rules import DENSE
 from vllm_delta_sync.wire.codecs import Context, EncodedBlock, encode_block
 from vllm_delta_sync.wire.tensors import TensorSpec
+
+logger = logging.getLogger(__name__)
 
 
 class Encoder:
@@ -53,20 +56,20 @@ class Encoder:
         coder = _Coder(version, self._split_dim)
         with ThreadPoolExecutor(self._threads, "delta-sync-encode") as pool:
             encoded = list(pool.map(coder.encode, version.delta.blocks))
-        ready = time.perf_counter()
-        with self._turn:
-            before = _tip(self._writer)
-            manifest = self._writer.commit(
-                list(_updates(version.delta, encoded)),
-                state_root=version.delta.state_root,
-                step=version.step,
-                metadata=version.metadata,
-            )
-            pointer, after = self._writer.pointer, _tip(self._writer)
-        done = time.perf_counter()
-        assert manifest.version == version.version, f"{manifest.version} was written, {version.version} given out"
-        if self._folder is not None:
-            self._folder.published(Layer(before, after, _changed(version.delta, encoded)))
+            ready = time.perf_counter()
+            with self._turn:
+                before = _tip(self._writer)
+                manifest = self._writer.commit(
+                    list(_updates(version.delta, encoded)),
+                    state_root=version.delta.state_root,
+                    step=version.step,
+                    metadata=version.metadata,
+                )
+                pointer, after = self._writer.pointer, _tip(self._writer)
+            done = time.perf_counter()
+            assert manifest.version == version.version, f"{manifest.version} was written, {version.version} given out"
+            if self._folder is not None:
+                self._folder.published(after, _layer(before, after, version.delta, encoded, pool))
         return Published(
             version=manifest.version,
             manifest=pointer.manifest.key,
@@ -119,13 +122,23 @@ def _tip(writer: LogWriter) -> End:
     return End(writer.tip.version, writer.tip.state_root, writer.pointer.manifest)
 
 
-def _changed(delta: Delta, encoded: list[EncodedBlock]) -> dict[str, Changed]:
-    """What `folder` composes: with the steps of blocks that went into the log as values."""
+def _layer(before: End, after: End, delta: Delta, encoded: list[EncodedBlock], pool: Executor) -> Layer | None:
+    """What `folder` composes: with the steps of blocks that went into the log as values.
+
+    None where that fails: the version is in the log by now, and must not count as one that is not.
+    """
     found: dict[str, list[Held]] = {}
-    for block, code in zip(delta.blocks, encoded, strict=True):
-        held = hold(block.spec, block.start, block.count, code, block.changes)
-        found.setdefault(block.spec.name, []).append(held)
-    return {spec.name: Changed(spec, delta.after[spec], found[spec.name]) for spec in delta.after}
+    try:
+        for block, held in zip(delta.blocks, pool.map(_held, delta.blocks, encoded), strict=True):
+            found.setdefault(block.spec.name, []).append(held)
+    except Exception:
+        logger.exception("version %d cannot be folded from memory", after.version)
+        return None
+    return Layer(before, after, {spec.name: Changed(spec, delta.after[spec], found[spec.name]) for spec in delta.after})
+
+
+def _held(block: BlockDelta, code: EncodedBlock) -> Held:
+    return hold(block.spec, block.start, block.count, code, block.changes)
 
 
 def _updates(delta: Delta, encoded: list[EncodedBlock]) -> Iterator[TensorUpdate]:

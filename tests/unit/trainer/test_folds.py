@@ -17,13 +17,14 @@ from safetensors.torch import save_file
 from tiny_training import Training, TroubledStore
 
 from vllm_delta_sync.errors import AnchorOutpaced
-from vllm_delta_sync.log import AnchorPolicy, DeltaLog, FoldSchedule, folder
+from vllm_delta_sync.log import AnchorPolicy, DeltaLog, FoldSchedule, compose, folder
 from vllm_delta_sync.log import verify as checks
 from vllm_delta_sync.log.anchors import fetch
+from vllm_delta_sync.log.compose import Held
 from vllm_delta_sync.log.replica import Replica
 from vllm_delta_sync.log.schedule import FOLDS
 from vllm_delta_sync.store import open_store
-from vllm_delta_sync.trainer import Publisher, source
+from vllm_delta_sync.trainer import Publisher, encode, source
 from vllm_delta_sync.trainer import base as bases
 from vllm_delta_sync.trainer.frozen import FrozenState
 from vllm_delta_sync.trainer.snapshot import Delta, Snapshot
@@ -86,6 +87,23 @@ def test_a_fold_that_fails_is_logged_and_the_next_ones_do_without_it(
     folds = {(fold.source, fold.to) for fold in log.catalog().folds}
     assert (2, 4) not in folds
     assert {(0, 4), (0, 8)} <= folds
+    assert tiny_training.logged(open_store(str(tmp_path))) == states[-1]
+
+
+def test_a_version_whose_changes_cannot_be_kept_for_folds_is_durable_nonetheless(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    room = iter((True, False))
+
+    def hold(*block: object) -> Held:
+        if not next(room, True):
+            raise MemoryError
+        return compose.hold(*block)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(encode, "hold", hold)
+    states = published(str(tmp_path), Training(), 4)
+    assert "cannot be folded from memory" in caplog.text
+    assert checks.verify(DeltaLog.open(str(tmp_path))).faults == ()
     assert tiny_training.logged(open_store(str(tmp_path))) == states[-1]
 
 
