@@ -22,11 +22,12 @@ class SpooledFiles(Mapping[str, bytes]):
         self._places: dict[str, tuple[int, int]] = {}  # name → (start, size) in the file
         end = 0
         try:
-            self._file = tempfile.TemporaryFile(prefix="vllm-delta-sync-", buffering=0)  # noqa: SIM115 – it lives as long as this
+            self._file = tempfile.TemporaryFile(prefix="vllm-delta-sync-")  # noqa: SIM115 – it lives as long as this
             for name, data in files.items():
                 self._file.write(data)
                 self._places[name] = end, len(data)
                 end += len(data)
+            self._file.flush()  # all of it, or an error: without a buffer, a write may take a part and say nothing
         except OSError as error:
             raise ConfigError(
                 f"the model's configuration and tokenizer ({sum(map(len, files.values()))} bytes) are to be kept in a "

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import resource
 import tempfile
 import tracemalloc
 from pathlib import Path
@@ -37,3 +38,13 @@ def test_without_a_place_for_temporary_files_the_error_says_what_to_do(
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "gone"))
     with pytest.raises(ConfigError, match="TMPDIR"):
         SpooledFiles({"config.json": b"{}"})
+
+
+def test_without_room_for_all_of_a_file_there_is_an_error_and_not_a_part_of_it() -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, hard))
+    try:
+        with pytest.raises(ConfigError, match="make room"):
+            SpooledFiles({"tokenizer.json": bytes(3 << 19)})
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
