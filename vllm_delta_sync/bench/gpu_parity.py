@@ -11,9 +11,8 @@ from torch import Tensor
 
 from vllm_delta_sync import native
 from vllm_delta_sync.bench import gpu_data
-from vllm_delta_sync.errors import MalformedObject
-from vllm_delta_sync.kernels import Backend, CodedBlock
-from vllm_delta_sync.kernels.ctx import Decoded
+from vllm_delta_sync.kernels import Backend
+from vllm_delta_sync.kernels.ctx import Decoded, decode_on_host
 from vllm_delta_sync.kernels.upload import to_device
 from vllm_delta_sync.native import CtxGrid, Seed
 from vllm_delta_sync.native.ctx_types import CTX_WIDTHS
@@ -106,19 +105,8 @@ def _tiles(backend: Backend, width: int, most: int) -> int:
                 blocks += [gpu_data.damaged(block, seed) for seed in range(DAMAGED)]
     for block, found in zip(blocks, backend.decode_tiles(blocks), strict=True):
         what = f"{backend.name}: ctx tiles of {block.grid.rows} rows of {block.grid.row_length}, {width} bytes each"
-        assert _same(_on_host(block), found), what
+        assert _same(decode_on_host(block), found), what
     return len(blocks)
-
-
-def _on_host(block: CodedBlock) -> Decoded | None:
-    bits = block.old.cpu().numpy()
-    old = bits.view(f"u{bits.itemsize}")
-    try:
-        return native.ctx_decode(
-            block.model, old, block.grid, block.sizes, block.lanes, block.data, block.wanted, block.changed
-        )
-    except MalformedObject:
-        return None
 
 
 def _same(one: Decoded | None, other: Decoded | None) -> bool:

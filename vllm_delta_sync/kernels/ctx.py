@@ -12,6 +12,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from vllm_delta_sync import native
+from vllm_delta_sync.errors import MalformedObject
 from vllm_delta_sync.kernels.upload import to_device
 from vllm_delta_sync.native import CtxGrid, CtxModel
 from vllm_delta_sync.native.ctx_types import CTX_WIDTHS, MANY_LANES, check_cover, check_sizes
@@ -51,6 +53,18 @@ def decode(library: CudaLibrary, blocks: Sequence[CodedBlock], stream: int) -> l
             for index, changes in zip(some, launch.results(), strict=True):
                 found[index] = changes
     return found
+
+
+def decode_on_host(block: CodedBlock) -> Decoded | None:
+    """The same of one block by the host, to which its old values are copied."""
+    bits = block.old.cpu().numpy()
+    old = bits.view(WIDTHS[bits.itemsize])
+    try:
+        return native.ctx_decode(
+            block.model, old, block.grid, block.sizes, block.lanes, block.data, block.wanted, block.changed
+        )
+    except MalformedObject:
+        return None
 
 
 class Launch:

@@ -15,6 +15,7 @@ import torch
 
 from vllm_delta_sync.errors import MalformedObject
 from vllm_delta_sync.kernels import CodedBlock, Decoded, DecodeTiles
+from vllm_delta_sync.kernels.ctx import decode_on_host
 from vllm_delta_sync.kernels.upload import to_device
 from vllm_delta_sync.serving.affine import Region
 from vllm_delta_sync.serving.memory import LiveMemory
@@ -53,6 +54,8 @@ class DeviceTiles:
     regions: Sequence[Region]
     memory: LiveMemory
     _waiting: list[_Waiting] = field(default_factory=list)
+    _changed: int = 0  # of the blocks that wait, at most
+    _sizes: int = 0  # elements of them
     _tensor: str = ""
     _elements: dict[int, torch.Tensor] = field(default_factory=dict)  # of regions of that tensor
 
@@ -82,23 +85,31 @@ class DeviceTiles:
             changed=encoded.changed,
         )
         self._waiting.append(_Waiting(block, window, coded, header.dtype))
+        self._changed += coded.changed
+        self._sizes += grid.elements
         return True
 
     @property
     def full(self) -> bool:
         """Whether enough blocks wait for a launch."""
-        changes = sum(waiting.coded.changed for waiting in self._waiting)
-        return changes >= CHANGES or sum(waiting.coded.grid.elements for waiting in self._waiting) >= ELEMENTS
+        return self._changed >= CHANGES or self._sizes >= ELEMENTS
 
     def flush(self) -> Iterator[tuple[Block, DecodedBlock]]:
         """The changes of the blocks that wait, in the tiles that this rank holds.
 
+        Where the device has no room for what decoding takes, the host does it.
+
         Raises StateHashMismatch where the live values are not those that a block was made from.
         """
         waiting, self._waiting = self._waiting, []
+        self._changed = self._sizes = 0
         if not waiting:
             return
-        found = self.decode([one.coded for one in waiting])
+        coded = [one.coded for one in waiting]
+        try:
+            found = self.decode(coded)
+        except torch.OutOfMemoryError:
+            found = [decode_on_host(block) for block in coded]
         for one, changes in zip(waiting, found, strict=True):
             yield one.block, sound(partial(_changes, one, changes))
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
@@ -105,6 +106,21 @@ def test_floats_of_any_width_are_decoded_there_and_integers_left_to_the_host(
         np.testing.assert_array_equal(found.positions, changes.positions)
         np.testing.assert_array_equal(found.new_bits(changes.old), changes.new)
         assert (found.steps is None) == (on_host.steps is None) == (dtype != "F16")
+
+
+@pytest.mark.parametrize("dim", [0, 1])
+def test_where_a_device_has_no_room_to_decode_the_host_does(dim: int) -> None:
+    def decode_tiles(blocks: Sequence[ctx.CodedBlock]) -> list[ctx.Decoded | None]:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    block, payload, old, changes = tiles.ctx_block(dim)
+    live = torch.from_numpy(old.view(np.int16)).view(torch.bfloat16).view(tiles.ROWS, tiles.COLUMNS)
+    where = tiles.region(live, (0, 0), (tiles.ROWS, tiles.COLUMNS), 0, "BF16")
+    reader = DeviceTiles(decode_tiles, [where], LiveMemory([live.view(-1)], kernels.select("auto", CPU)))
+    assert reader.take(block, payload, [0])
+    ((_, found),) = reader.flush()
+    np.testing.assert_array_equal(found.positions, changes.positions)
+    np.testing.assert_array_equal(found.new_bits(changes.old), changes.new)
 
 
 @needs_compiler
