@@ -66,7 +66,7 @@ class TileReader:
             return sound(lambda: decode_window(window, encoded, old, what))
         boxes = _boxes(self._regions, held)
         wanted = _held_tiles(header, tuple(boxes), block.start, what)
-        old = self._put_together(block, boxes if wanted.any() else {})
+        old = self._put_together(block, boxes if wanted[header.sizes > 0].any() else {})
         return sound(lambda: decode_tiles(header, encoded, old, wanted, what))
 
     def _read(self, block: Block, index: int) -> Bits:
@@ -145,10 +145,9 @@ def columns_of(box: Box, start: int, rows: int, row_length: int) -> Columns | No
 
 
 def _held_tiles(header: CtxHeader, boxes: tuple[Box, ...], start: int, what: str) -> U8:
-    """The tiles with changes that disjoint boxes hold, u8[T]; BaseNeeded if one of them is held in part."""
+    """The tiles that disjoint boxes hold, u8[T]; BaseNeeded if one of those with changes is held in part."""
     held, whole = held_of_tiles(header.grid, boxes, start), header.grid.boxes[:, 1] * header.grid.boxes[:, 3]
-    changed = header.sizes > 0
-    torn = np.flatnonzero(changed & (held > 0) & (held < whole))
+    torn = np.flatnonzero((header.sizes > 0) & (held > 0) & (held < whole))
     if torn.size:
         row, rows, column, columns = header.grid.boxes[torn[0]].tolist()
         raise BaseNeeded(
@@ -156,7 +155,7 @@ def _held_tiles(header: CtxHeader, boxes: tuple[Box, ...], start: int, what: str
             f"{column} to {column + columns - 1}, and codec ctx is decoded against all of a tile's old values; "
             "serve with 1, 2, 4, 8 or 16 ranks, or publish without ctx"
         )
-    return np.asarray(changed & (held == whole), np.uint8)
+    return np.asarray(held == whole, np.uint8)
 
 
 @lru_cache(maxsize=1 << 12)

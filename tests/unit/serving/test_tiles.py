@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import tracemalloc
+from dataclasses import replace
 from math import prod
 from pathlib import Path
 
@@ -23,7 +24,7 @@ from vllm_delta_sync.serving.memory import LiveMemory
 from vllm_delta_sync.serving.tiles import TileReader, columns_of, fill, held_of_tiles
 from vllm_delta_sync.wire import ctx
 from vllm_delta_sync.wire.codec_rules import CTX
-from vllm_delta_sync.wire.codecs import Context, encode_block
+from vllm_delta_sync.wire.codecs import Context, ctx_of, encode_block
 from vllm_delta_sync.wire.table import Block
 from vllm_delta_sync.wire.tensors import TensorSpec
 
@@ -173,6 +174,29 @@ def test_values_are_read_where_they_lie_and_not_copied() -> None:
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
     assert found.positions.size and peak < live.nbytes // 4
+
+
+@pytest.mark.parametrize("parts", [1, 2])
+def test_changes_are_as_many_as_stated_where_a_rank_holds_all_of_a_block(parts: int) -> None:
+    rng = np.random.default_rng(0)
+    old = (rng.normal(0, 0.02, MATRIX.numel).astype(np.float32).view(np.uint32) >> 16).astype(np.uint16)
+    where = np.arange(0, COLUMNS, 4, dtype=np.uint32)  # only the first tile has changes
+    changes = Changes(where, old[where], old[where] + np.uint16(1))
+    model = ctx.make_model(lambda: iter([ctx.Sample(MATRIX, 0, old, changes, 0)]), 1.0)
+    coded = ctx_of(MATRIX, changes, 0, Context(model, old, 0))
+    assert coded is not None
+    length = len(coded.index), len(coded.value)
+    block = Block(0, MATRIX, 0, old.size, CTX, coded.changed, 0, 0, length, coded.raw, coded.digest(), model)
+    payload = bytes(coded.index) + bytes(coded.value)
+    live = torch.from_numpy(old.view(np.int16)).view(torch.bfloat16).view(ROWS, COLUMNS)
+    rows = ROWS // parts
+    storages = [live[first : first + rows].clone() for first in range(0, ROWS, rows)]
+    regions = [region(part, (i * rows, 0), (rows, COLUMNS), i, "BF16") for i, part in enumerate(storages)]
+    memory = LiveMemory([part.view(-1) for part in storages], kernels.select("auto", torch.device("cpu")))
+    found = TileReader(regions, memory).decode(block, payload, range(parts))
+    np.testing.assert_array_equal(found.positions, where)
+    with pytest.raises(StateHashMismatch, match=rf"{where.size} changes, {where.size + 1} stated"):
+        TileReader(regions, memory).decode(replace(block, changed=where.size + 1), payload, range(parts))
 
 
 def test_live_values_of_another_version_are_named_and_not_the_log() -> None:
