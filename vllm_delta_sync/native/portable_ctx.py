@@ -142,10 +142,13 @@ class _Writer:
         self.add(frequencies, symbol if known else escape[0], index)
         self.raw(raw if known else escape[2], bits if known else escape[1])
 
-    def bytes(self) -> bytes:
+    def bytes(self) -> bytes | None:
+        """None where the model has neither one of the symbols nor an escape."""
         states, words = [FLOOR] * self._lanes, []
         for lane, frequency, start in reversed(self._symbols):
             state = states[lane]
+            if not frequency:
+                return None
             if state >= frequency << (32 - SCALE):
                 words.append(state & 0xFFFF)
                 state >>= 16
@@ -161,9 +164,9 @@ def _check_order(grid: CtxGrid, changes: Changes) -> None:
 
 
 def ctx_encode(model: CtxModel, old: Bits, grid: CtxGrid, changes: Changes, room: int) -> tuple[U8, I64, U8] | None:
-    """The tiles' bytes u8 [·], and of each tile its bytes i64 [T] and states u8 [T]; None if they take over `room`.
+    """The tiles' bytes u8 [·], and of each tile its bytes i64 [T] and states u8 [T].
 
-    old uW [rows · row_length] before the changes; room in bytes.
+    None if they take over `room`, or if the model cannot say one. old uW [rows · row_length] before the changes; room in bytes.
     """
     width = check_block(grid, old)
     check_cover(grid)
@@ -184,7 +187,10 @@ def ctx_encode(model: CtxModel, old: Bits, grid: CtxGrid, changes: Changes, room
             for i, z in enumerate(steps):
                 symbol, bits, raw = magnitude(z >> 1)
                 writer.number(model.steps[c], symbol << 1 | z & 1, bits, raw, (STEP_ESCAPE, 8 * width, z), i)
-        pieces[tile] = writer.bytes()
+        piece = writer.bytes()
+        if piece is None:
+            return None
+        pieces[tile] = piece
     data = b"".join(pieces)
     if len(data) > room:
         return None

@@ -215,6 +215,22 @@ def test_what_does_not_fit_the_room_is_not_written(ctx: ModuleType) -> None:
     assert ctx.ctx_encode(model, old, grid, changes, data.size - 1) is None
 
 
+@pytest.mark.parametrize(
+    ("gaps", "steps"),
+    [
+        ({0: 2048, 1: 2048}, {0: 2048, STEP_ESCAPE: 2048}),  # no end
+        ({0: 2048, GAP_END: 2048}, {0: 2048, STEP_ESCAPE: 2048}),  # neither a gap of 1 nor an escape
+        ({0: 1024, 1: 1024, GAP_END: 2048}, {1: 4096}),  # neither a step of 1 nor an escape
+    ],
+)
+def test_what_a_model_cannot_say_is_not_written(ctx: ModuleType, gaps: dict[int, int], steps: dict[int, int]) -> None:
+    new = np.array([0x3C00, 0x3C02, 0xBC03, 0x3F80], np.uint16)
+    changes = native.diff(WORKED.copy(), new, advance=False)
+    tables = np.array([spread(GAP_SYMBOLS, gaps)]), np.array([spread(STEP_SYMBOLS, steps)])
+    model = ctx.ctx_model(np.array([255], np.uint8), *tables)
+    assert ctx.ctx_encode(model, WORKED, CtxGrid(1, 4, strips(4)), changes, 100) is None
+
+
 def test_more_changes_than_stated_are_refused(ctx: ModuleType) -> None:
     old, changes = walk(2, 10, 64)
     grid, model = CtxGrid(10, 64, strips(32, 32)), model_of(ctx, [255], 1)
