@@ -164,9 +164,9 @@ def _check_order(grid: CtxGrid, changes: Changes) -> None:
 
 
 def ctx_encode(model: CtxModel, old: Bits, grid: CtxGrid, changes: Changes, room: int) -> tuple[U8, I64, U8] | None:
-    """The tiles' bytes u8 [·], and of each tile its bytes i64 [T] and states u8 [T].
+    """The tiles' bytes u8 [·], and of each tile its bytes i64 [T] and states u8 [T]; None if they take over `room`.
 
-    None if they take over `room`, or if the model cannot say one. old uW [rows · row_length] before the changes; room in bytes.
+    So it is where the model cannot say a tile. old uW [rows · row_length] before the changes; room in bytes.
     """
     width = check_block(grid, old)
     check_cover(grid)

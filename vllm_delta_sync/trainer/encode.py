@@ -14,6 +14,7 @@ from itertools import groupby
 
 import numpy as np
 
+from vllm_delta_sync.errors import ConfigError
 from vllm_delta_sync.log import LogWriter, TensorUpdate
 from vllm_delta_sync.log.compose import Held, hold
 from vllm_delta_sync.log.folder import Folder
@@ -115,7 +116,12 @@ class _Coder:
 
     def _dim(self, spec: TensorSpec) -> int:
         assert self._split_dim is not None, "there are models"
-        return self._split_dim(spec)
+        dim = self._split_dim(spec)
+        if not 0 <= dim < max(1, len(spec.shape)):
+            raise ConfigError(
+                f"ctx= tells dimension {dim} of {spec.name!r}, whose shape is {list(spec.shape)}; they count from 0"
+            )
+        return dim
 
 
 def _tip(writer: LogWriter) -> End:

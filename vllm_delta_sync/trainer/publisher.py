@@ -96,7 +96,7 @@ class Publisher:
             anchors: when to write a full checkpoint behind them, for whoever comes late or comes back; None: never.
             ctx: whether blocks are coded against the values before, which halves them. Servers need ranks that split
                 a tensor into 2, 4, 8 or 16 parts, or not at all; which dimension they split is guessed from its name,
-                or told by a function from its `TensorSpec` given here. False for a fleet of other splits.
+                or told (0, 1, …) by a function from its `TensorSpec` given here. False for a fleet of other splits.
 
         Raises:
             ConfigError: an argument is out of range, or the base cannot be read.
