@@ -15,7 +15,7 @@ WIDTH, HEIGHT = 720, 400
 LEFT, RIGHT, TOP, BOTTOM = 64, 120, 36, 48  # margins; the names of the lines stand in the right one
 COLOURS = ("#0f6fd8", "#e07b00", "#2a9d4a", "#c2365a", "#8250c8", "#7a7a7a")
 LINE_HEIGHT = 14
-_SUFFIXES = {1e-3: "m", 1.0: "", 1e3: "k", 1e6: "M", 1e9: "G"}
+_SUFFIXES = {1.0: "", 1e3: "k", 1e6: "M", 1e9: "G"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,7 +91,7 @@ def _apart(ends: Mapping[str, float]) -> dict[str, float]:
 
 
 def _number(value: float) -> str:
-    unit = max((unit for unit in _SUFFIXES if unit <= value and unit >= 1), default=1.0)
+    unit = max((unit for unit in _SUFFIXES if unit <= value), default=1.0)
     return f"{value / unit:g}{_SUFFIXES[unit]}"
 
 

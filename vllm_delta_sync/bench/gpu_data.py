@@ -25,8 +25,7 @@ from vllm_delta_sync.native.ctx_types import (
 )
 from vllm_delta_sync.native.types import Bits
 from vllm_delta_sync.wire import ctx_model
-
-CLASS_BITS = 500.0  # what a class of contexts costs, about
+from vllm_delta_sync.wire.ctx import CLASS_BITS
 
 
 def weights(elements: int, density: float, seed: int = 0) -> tuple[Bits, Changes]:
@@ -61,10 +60,8 @@ def coded(old: Bits, changes: Changes, grid: CtxGrid, device: torch.device) -> C
     even[:, 0] = TOTAL
     found = Tally.of_classes(last.size)
     native.ctx_tally(native.ctx_model(last, even[:, :GAP_SYMBOLS], even), old, grid, changes, found)
-    found.gaps[:, GAP_END] += 1
-    model = native.ctx_model(
-        last, ctx_model.frequencies(found.gaps, GAP_ESCAPE), ctx_model.frequencies(found.steps, STEP_ESCAPE)
-    )
+    gaps = ctx_model.frequencies(found.gaps, GAP_END, GAP_ESCAPE)
+    model = native.ctx_model(last, gaps, ctx_model.frequencies(found.steps, STEP_ESCAPE))
     tiles = native.ctx_encode(model, old, grid, changes, 16 * changes.positions.size + 100 * grid.tiles)
     assert tiles is not None, "there is room for any tiles"
     data, sizes, lanes = tiles
