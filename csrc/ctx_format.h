@@ -103,10 +103,5 @@ struct Tile {
   int64_t row, rows, column, columns;
 };
 
-// Where a tile's bytes are, and how many states share its words.
-struct Span {
-  int64_t offset, length, lanes;
-};
-
 }  // namespace ctx
 }  // namespace vds
