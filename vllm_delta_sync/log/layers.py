@@ -14,11 +14,12 @@ from itertools import pairwise
 from operator import attrgetter
 
 from vllm_delta_sync import native
-from vllm_delta_sync.errors import VersionGap
+from vllm_delta_sync.errors import BaseNeeded, VersionGap
 from vllm_delta_sync.log import compose as blocks
 from vllm_delta_sync.log.compose import Bits, Change, Held
 from vllm_delta_sync.log.packing import TensorUpdate
 from vllm_delta_sync.wire import state_hash
+from vllm_delta_sync.wire.codec_rules import CTX
 from vllm_delta_sync.wire.codecs import EncodedBlock, encode_block, encoded_of
 from vllm_delta_sync.wire.frames import Buffer
 from vllm_delta_sync.wire.manifest import ObjectRef
@@ -113,6 +114,12 @@ def compose(first: Layer, second: Layer, *, threads: int = 1) -> Layer:
     names = sorted({*first.tensors, *second.tensors})
     with ThreadPoolExecutor(threads, "delta-sync-fold") as pool:
         return _layer(first.source, second.to, filter(None, pool.map(both, names)))
+
+
+def require_told(table: VersionTable) -> None:
+    """Raise BaseNeeded where the blocks of a table, ctx blocks among them, do not tell their changes."""
+    if any(block.codec == CTX for block in table.blocks):
+        raise BaseNeeded("blocks of codec ctx do not tell their steps without the values before them")
 
 
 def of_fold(layer: Layer) -> Layer:

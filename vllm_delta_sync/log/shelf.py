@@ -91,7 +91,15 @@ class Shelf:
         sizes.update((ends, fold.totals.bytes) for ends, fold in self._folds().items())
         sizes.update((ends, layer.stored) for ends, layer in self._kept.items())
         edges = [Edge(*ends, size) for ends, size in sizes.items() if source <= ends[0] and ends[1] <= to]
-        return layers.of_fold(self._composed(plan(edges, source, to)))
+        try:
+            return layers.of_fold(self._composed(plan(edges, source, to)))
+        except BaseNeeded as error:  # a delta in the log need not tell its changes; a fold does
+            telling = {*self._kept, *self._folds()}
+            try:
+                way = plan([edge for edge in edges if (edge.source, edge.to) in telling], source, to)
+            except VersionGap:
+                raise error from None
+        return layers.of_fold(self._composed(way))
 
     def lanes(self, version: int, names: Iterable[str]) -> dict[str, Lanes]:
         """The state hash u32[4] of these tensors at a version, by name, from the tables that state it last.
@@ -134,6 +142,7 @@ class Shelf:
             return kept
         payload = self._folds().get((source, to)) or self._manifest(to)
         table = self._log.table(payload)
+        layers.require_told(table)
         layer = layers.of_payload(self.end(source), self.end(to), table, self._log.blocks(payload, table.blocks))
         self.add(layer)
         return layer

@@ -8,10 +8,11 @@ import numpy as np
 import pytest
 import torch
 
-from vllm_delta_sync.errors import MalformedObject, PublishError
+from vllm_delta_sync.errors import BaseNeeded, MalformedObject, PublishError
 from vllm_delta_sync.log import DeltaLog, FoldSchedule, verify
 from vllm_delta_sync.log.folding import write_fold, write_scheduled
 from vllm_delta_sync.log.replica import Replica
+from vllm_delta_sync.log.shelf import Shelf
 from vllm_delta_sync.trainer import Publisher
 from vllm_delta_sync.trainer.splits import split_dim
 from vllm_delta_sync.wire.catalog import Fold
@@ -90,6 +91,17 @@ def test_who_folds_ctx_blocks_from_the_log_alone_rebuilds_both_versions(tmp_path
         decoded = decode_block(block, payload, bits)
         bits[decoded.positions] = decoded.new_bits(bits[decoded.positions])
     assert {name: bits.tobytes() for name, bits in held.items()} == states[to]
+
+
+def test_changes_that_deltas_do_not_tell_are_had_from_folds(tmp_path: Path) -> None:
+    log, states = published(tmp_path, FoldSchedule(base=2, levels=2, reach=0))
+    shelf = Shelf(log, log.latest())
+    layer = shelf.layer(0, 6)
+    assert (layer.source.version, layer.to.version) == (0, 6)
+    wanted = {name for name in states[0] if states[0][name] != states[6][name]}
+    assert set(layer.tensors) == wanted
+    with pytest.raises(BaseNeeded, match="codec ctx"):
+        shelf.layer(0, 5)  # no fold leads there from 4
 
 
 def test_a_fold_with_ctx_blocks_is_refused(tmp_path: Path) -> None:
