@@ -42,6 +42,10 @@ class _Cut(Exception):
     """A tile ends early."""
 
 
+class _Unsayable(Exception):
+    """A model has neither a symbol of a tile nor an escape for it."""
+
+
 def magnitude(v: int) -> tuple[int, int, int]:
     """A number's symbol, and how many raw bits follow it with which value."""
     if v < EXACT:
@@ -142,13 +146,13 @@ class _Writer:
         self.add(frequencies, symbol if known else escape[0], index)
         self.raw(raw if known else escape[2], bits if known else escape[1])
 
-    def bytes(self) -> bytes | None:
-        """None where the model has neither one of the symbols nor an escape."""
+    def bytes(self) -> bytes:
+        """Raises _Unsayable."""
         states, words = [FLOOR] * self._lanes, []
         for lane, frequency, start in reversed(self._symbols):
             state = states[lane]
             if not frequency:
-                return None
+                raise _Unsayable
             if state >= frequency << (32 - SCALE):
                 words.append(state & 0xFFFF)
                 state >>= 16
@@ -187,10 +191,10 @@ def ctx_encode(model: CtxModel, old: Bits, grid: CtxGrid, changes: Changes, room
             for i, z in enumerate(steps):
                 symbol, bits, raw = magnitude(z >> 1)
                 writer.number(model.steps[c], symbol << 1 | z & 1, bits, raw, (STEP_ESCAPE, 8 * width, z), i)
-        piece = writer.bytes()
-        if piece is None:
+        try:
+            pieces[tile] = writer.bytes()
+        except _Unsayable:
             return None
-        pieces[tile] = piece
     data = b"".join(pieces)
     if len(data) > room:
         return None
