@@ -95,11 +95,16 @@ def write_fold(
 
 
 class _Replayed:
-    """A shelf that goes through the versions, model in hand, when one of its layers asks for the values before it."""
+    """A shelf that goes through the versions, model in hand, when one of its layers asks for the values before it.
 
-    def __init__(self, log: DeltaLog, pointer: LatestPointer, base: Base, threads: int) -> None:
+    Args:
+        first: the version at which it begins to, one delta after the other whatever folds there are.
+    """
+
+    def __init__(self, log: DeltaLog, pointer: LatestPointer, first: int, base: Base, threads: int) -> None:
         self._log = log
-        self._tip = pointer.version
+        self._pointer = pointer
+        self._first = first
         self._base = base
         self._shelf = Shelf(log, pointer, threads=threads)
         self._gone_through = False
@@ -112,10 +117,15 @@ class _Replayed:
             if self._gone_through:
                 raise
             self._gone_through = True
-            with reconstructed(self._log, self._tip, self._base, keep=self._shelf.add):
-                found = self._shelf.layer(source, to)
+            self._go_through()
+            found = self._shelf.layer(source, to)
         self._shelf.add(found)
         return found
+
+    def _go_through(self) -> None:
+        with reconstructed(self._log, self._first, self._base) as (replica, _):
+            for version in range(self._first + 1, self._pointer.version + 1):
+                replica.go_to(self._pointer, version, keep=self._shelf.add)
 
 
 def write_scheduled(
@@ -138,9 +148,10 @@ def write_scheduled(
     """
     pointer = log.latest()
     catalog = log.catalog(pointer)
-    shelf = _Replayed(log, pointer, base, threads)
     begin = max(first if first is not None else pointer.version - NEAR, catalog.oldest, 1)
     wanted = schedule.missing(catalog, begin, pointer.version)
+    oldest = min((source for source, _ in wanted), default=0)
+    shelf = _Replayed(log, pointer, max(oldest, catalog.oldest), base, threads)
     made: list[Fold] = []
     totals = log.base(pointer).totals
     for number, (source, to) in enumerate(wanted):

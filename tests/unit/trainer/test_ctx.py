@@ -115,8 +115,11 @@ def test_a_fold_with_ctx_blocks_is_refused(tmp_path: Path) -> None:
         log.table(fold)
 
 
-def test_the_folds_of_a_schedule_are_written_by_going_through_the_versions(tmp_path: Path) -> None:
-    log, states = published(tmp_path)
+@pytest.mark.parametrize("folds", [None, FoldSchedule(base=3, levels=1, reach=0)], ids=["no folds", "folds of three"])
+def test_the_folds_of_a_schedule_are_written_by_going_through_the_versions(
+    tmp_path: Path, folds: FoldSchedule | None
+) -> None:
+    log, states = published(tmp_path, folds)
     made = write_scheduled(log, FoldSchedule(base=2, levels=2, reach=0))
     assert {(fold.source, fold.to) for fold in made} == {(0, 2), (2, 4), (4, 6), (0, 4)}
     replica = Replica(log)
