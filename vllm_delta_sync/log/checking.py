@@ -1,6 +1,7 @@
 """Checking one object of a log at a time: a version or a fold, an anchor, what the catalog says of them.
 
-Does not walk the log, and does not need the weights: steps of blocks are decoded, not applied.
+Does not walk the log, and does not need the weights: steps of blocks are decoded, not applied, and tiles of ctx blocks
+neither.
 """
 
 from __future__ import annotations

@@ -1,6 +1,7 @@
 """Watching a run without a model: LATEST when it changes, and a follower that fetches, verifies and drops.
 
-Does not apply anything, so it proves every digest and stream but no state hash; and does not wait: its caller does.
+Does not apply anything, so it proves every digest and stream, but no ctx tile and no state hash; and does not
+wait: its caller does.
 """
 
 from __future__ import annotations
