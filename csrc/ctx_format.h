@@ -33,11 +33,12 @@ struct Magnitude {
   uint32_t raw;  // their value
 };
 
+// Without a branch, which would be guessed wrong for a third of real gaps.
 VDS_HD inline Magnitude magnitude(uint32_t v) {
-  if (v < kExact) return {v, 0, 0};
-  const int top = 31 - __builtin_clz(v), bits = top - kFine;
-  return {kExact + ((static_cast<uint32_t>(top) - 4) << kFine) + ((v >> bits) & ((1u << kFine) - 1)), bits,
-          v & ((1u << bits) - 1)};
+  const bool exact = v < kExact;
+  const int top = 31 - __builtin_clz(v | kExact), bits = top - kFine;
+  const uint32_t symbol = kExact + ((static_cast<uint32_t>(top) - 4) << kFine) + ((v >> bits) & ((1u << kFine) - 1));
+  return {exact ? v : symbol, exact ? 0 : bits, exact ? 0 : v & ((1u << bits) - 1)};
 }
 
 VDS_HD inline int raw_bits(uint32_t symbol) {

@@ -43,7 +43,7 @@ ATTACKS: dict[str, tuple[Callable[[columns.Columns], None], str]] = {
     "07 an empty block": (put("blocks.count", 2, 0), "1 to 16777216 elements"),
     "08 no changes in a block": (put("blocks.changed", 0, 0), "1 to its count"),
     "09 more changes than elements": (put("blocks.changed", 1, 501), "1 to its count"),
-    "10 an unknown codec": (put("blocks.codec", 0, 4), "codec is not one of"),
+    "10 an unknown codec": (put("blocks.codec", 0, 6), "codec is not one of"),
     "11 steps of a type that has none": (put("blocks.codec", 2, 1), "BF16 and F16 only"),
     "12 a dense block of the wrong length": (put("blocks.length", (1, 1), 998), "count of elements"),
     "13 a dense block with an index stream": (put("blocks.raw", (1, 0), 1), "no index stream"),

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import numpy as np
 
-from vllm_delta_sync.bench.codings import WITHOUT_BASE, payload_bytes, write_log
+from vllm_delta_sync.bench.codings import ADAPTIVE, Coding, payload_bytes, write_log
 from vllm_delta_sync.bench.step import Model
 from vllm_delta_sync.bench.warm_walk import DRIFT, WarmWalk
 from vllm_delta_sync.errors import ConfigError
@@ -80,10 +80,10 @@ def measure(
     )
 
 
-def write(store: Store, base: Path, models: list[Model]) -> DeltaLog:
+def write(store: Store, base: Path, models: list[Model], coding: Coding = ADAPTIVE) -> DeltaLog:
     """A log of these models, without folds, whose base is written to the directory `base`."""
     write_checkpoint(base, models[0].values())
-    return write_log(store, base, models, WITHOUT_BASE).log
+    return write_log(store, base, models, coding).log
 
 
 class Ideal:

@@ -90,7 +90,6 @@ def _dense(found: Found, _: CtxModel | None) -> EncodedBlock:
 
 
 ADAPTIVE = Coding(_adaptive, modelled=True)
-WITHOUT_BASE = Coding(_adaptive)  # what can be folded by whoever does not hold the base
 CODINGS: Mapping[str, Coding] = {
     codec_rules.NAMES[codec_rules.CTX]: Coding(_ctx, modelled=True),
     codec_rules.NAMES[codec_rules.GAP]: Coding(_gap),

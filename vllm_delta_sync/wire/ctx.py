@@ -195,13 +195,14 @@ def encode(
     if coded is None:
         return None
     data, sizes, lanes = coded
-    head = bytearray((dim,))
-    for value in (_band(spec, dim), *(sizes << 1 | (lanes == MANY_LANES)).tolist()):
-        while value >= 0x80:
-            head.append(value & 0x7F | 0x80)
-            value >>= 7
-        head.append(value)
-    return bytes(head), data
+    stated = (sizes << 1 | (lanes == MANY_LANES)).tolist()
+    return bytes((dim,)) + b"".join(map(_varint, (_band(spec, dim), *stated))), data
+
+
+@lru_cache(maxsize=1 << 14)  # most tiles take a few hundred bytes
+def _varint(value: int) -> bytes:
+    """A number as LEB128."""
+    return bytes((value & 0x7F | 0x80,)) + _varint(value >> 7) if value >= 0x80 else bytes((value,))
 
 
 def read_header(spec: TensorSpec, start: int, count: int, index: Buffer, size: int) -> CtxHeader:

@@ -5,7 +5,6 @@ Does not code anything, and does not read blocks: it is given counts.
 
 from __future__ import annotations
 
-import itertools
 from typing import Any
 
 import numpy as np
@@ -23,50 +22,34 @@ def classes(members: Counts, steps: Counts, toll: float) -> npt.NDArray[np.uint8
 
     Args:
         members: elements by the context of their old value, [256].
-        steps: changes by context and step symbol, [256, 249].
+        steps: those of them that change, by context and step symbol, [256, 249].
         toll: bits that one class more costs.
     """
-    last = [c for c in range(CONTEXTS) if members[c] > 0] or [0]
-    last[-1] = CONTEXTS - 1
-    first = [0, *(c + 1 for c in last[:-1])]
-    groups = [
-        (float(members[a : b + 1].sum()), steps[a : b + 1].sum(axis=0).astype(np.float64))
-        for a, b in zip(first, last, strict=True)
-    ]
-    costs = [_bits(*group) for group in groups]
-    merged = [_joined(a, b) for a, b in itertools.pairwise(groups)]
-    gains = [_bits(*both) - costs[i] - costs[i + 1] for i, both in enumerate(merged)]
-    while gains:
+    last = np.flatnonzero(members)
+    last = np.append(last[:-1], CONTEXTS - 1)
+    first = np.append(0, last[:-1] + 1)
+    inside = np.add.reduceat(members, first).astype(np.float64)  # members of each group
+    changes = np.add.reduceat(steps[:, steps.any(axis=0)], first, axis=0).astype(np.float64)
+    while last.size > 1:
+        costs = _bits(inside, changes)
+        gains = _bits(inside[:-1] + inside[1:], changes[:-1] + changes[1:]) - costs[:-1] - costs[1:]
         at = int(np.argmin(gains))
-        if len(groups) <= MAX_MADE and gains[at] >= toll:
+        if last.size <= MAX_MADE and gains[at] >= toll:
             break
-        groups[at : at + 2] = [merged[at]]
-        costs[at : at + 2] = [_bits(*merged[at])]
-        del last[at], merged[at], gains[at]
-        for i in (at - 1, at):
-            if 0 <= i < len(merged):
-                merged[i] = _joined(groups[i], groups[i + 1])
-                gains[i] = _bits(*merged[i]) - costs[i] - costs[i + 1]
-    return np.array(last, np.uint8)
+        inside[at + 1] += inside[at]
+        changes[at + 1] += changes[at]
+        last, inside, changes = (np.delete(column, at, axis=0) for column in (last, inside, changes))
+    return last.astype(np.uint8)
 
 
-def _joined(a: tuple[float, Counts], b: tuple[float, Counts]) -> tuple[float, Counts]:
-    return a[0] + b[0], a[1] + b[1]
+def _bits(members: Counts, steps: Counts) -> Counts:
+    """What it takes at least to tell which of members [G] change, and by what of steps [G, S]; [G]."""
+    changed = steps.sum(axis=1)
+    return (_nats(members) - _nats(members - changed) - _nats(steps).sum(axis=1)) / np.log(2)
 
 
-def _bits(members: float, steps: Counts) -> float:
-    """What it takes at least to tell which of so many members change, and by what."""
-    changed = float(steps.sum())
-    members = max(members, changed)
-    still = members - changed
-    where = _nats(members) - _nats(changed) - _nats(still)
-    some = steps[steps > 0]
-    what = _nats(changed) - float((some * np.log(some)).sum())
-    return (where + what) / float(np.log(2))
-
-
-def _nats(n: float) -> float:
-    return n * float(np.log(n)) if n > 0 else 0.0
+def _nats(n: Counts) -> Counts:
+    return n * np.log(np.maximum(n, 1.0))
 
 
 def frequencies(counts: Counts, *needed: int) -> npt.NDArray[np.uint16]:

@@ -19,7 +19,7 @@ PADDING = 64  # to a multiple of which vLLM pads a vocabulary before it splits i
 VOCABULARY = 1 << 12  # from so many indices on, a dimension that is no multiple of that is one
 
 
-@lru_cache(maxsize=1 << 14)  # looks for divisors; a model has few shapes
+@lru_cache(maxsize=1 << 12)
 def band_of(size: int, inner: int) -> int:
     """Indices of a dimension of this size that make a band: where 2, 4, 8 or 16 ranks split it, bands end too.
 

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from vllm_delta_sync.bench import catch_up
+from vllm_delta_sync.bench.codings import CODINGS
 from vllm_delta_sync.bench.warm_walk import Model, WarmWalk
 from vllm_delta_sync.errors import NotFound
 from vllm_delta_sync.log import DeltaLog, FoldSchedule
@@ -66,7 +67,7 @@ class MemoryStore:
 
 @pytest.fixture(scope="module")
 def models() -> list[Model]:
-    return list(WarmWalk(400_000).models(VERSIONS))
+    return list(WarmWalk(480_000).models(VERSIONS))
 
 
 @pytest.fixture(scope="module")
@@ -138,12 +139,15 @@ def test_who_is_one_version_behind_asks_for_no_catalog(store: MemoryStore, log: 
     assert sorted(key.split("/")[1] for key in store.read) == ["LATEST", "versions", "versions"]
 
 
-def test_a_way_back_is_composed_without_the_base(log: DeltaLog, models: list[Model]) -> None:
-    fold = write_fold(log, 60, 51, {})  # in which no tensor could be found, were it asked
+def test_a_way_back_is_composed_without_the_base_where_nothing_is_coded_against_it(
+    tmp_path: Path, models: list[Model]
+) -> None:
+    log = catch_up.write(MemoryStore(), tmp_path, models[:11], CODINGS["gap"])
+    fold = write_fold(log, 10, 1, {})  # in which no tensor could be found, were it asked
     replica = Replica(log)
-    replica.go_to(log.latest(), 60)
+    replica.go_to(log.latest(), 10)
     replica.apply(Hop.over(fold, fold.manifest))
-    assert_at(replica, models, 51)
+    assert_at(replica, models, 1)
 
 
 def test_who_was_away_past_retention_recovers_by_anchor(tmp_path: Path, models: list[Model]) -> None:

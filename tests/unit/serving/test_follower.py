@@ -108,7 +108,7 @@ def tip(told: list[msg.Message]) -> LatestPointer:
 
 
 def test_what_latest_says_is_told_once_for_one_head_a_look(watched: Watched) -> None:
-    with Publisher.open(watched.bucket, base=watched.state) as publisher:
+    with Publisher.open(watched.bucket, base=watched.state, folds=None, anchors=None) as publisher:
         watched.publish(publisher, 2)
         pointer = tip(watched.look())
         assert (pointer.version, pointer.goal) == (2, 2)
