@@ -69,7 +69,7 @@ def ctx_encode(model: CtxModel, old: Bits, grid: CtxGrid, changes: Changes, room
     """
     width = check_block(grid, old)
     check_cover(grid)
-    check_changes(grid, old, changes)
+    check_changes(old, changes)
     spans, scratch = np.zeros((grid.tiles, 2), np.int64), _scratch_size(grid, changes.positions.size)
     memory = _memory.reserve(scratch + room)
     size = _lib.vds_ctx_encode(
@@ -114,7 +114,7 @@ def ctx_decode(
 def ctx_tally(model: CtxModel, old: Bits, grid: CtxGrid, changes: Changes, to: Tally) -> None:
     """Add the symbols of the changes in the grid's strips, by class of the model; its tiles' ends among them."""
     width = check_block(grid, old)
-    check_changes(grid, old, changes)
+    check_changes(old, changes)
     status = _lib.vds_ctx_tally(
         width, model.address, old.ctypes.data, grid.rows, grid.row_length, grid.address, len(grid.strips),
         changes.positions.ctypes.data, changes.old.ctypes.data, changes.new.ctypes.data, changes.positions.size,

@@ -149,7 +149,7 @@ def check_cover(grid: CtxGrid) -> None:
         raise ValueError(f"{len(grid.strips)} strips do not cover a row of {grid.row_length} elements")
 
 
-def check_changes(grid: CtxGrid, old: Bits, changes: Changes) -> None:
+def check_changes(old: Bits, changes: Changes) -> None:
     """ValueError unless the changes have positions, and values of the block's width. Their order the loops check."""
     row("positions", changes.positions, np.uint32)
     row("old values of changes", changes.old, old.dtype.type, changes.positions.size)

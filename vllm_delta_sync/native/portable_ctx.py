@@ -174,7 +174,7 @@ def ctx_encode(model: CtxModel, old: Bits, grid: CtxGrid, changes: Changes, room
     """
     width = check_block(grid, old)
     check_cover(grid)
-    check_changes(grid, old, changes)
+    check_changes(old, changes)
     _check_order(grid, changes)
     pieces, lanes = [b""] * grid.tiles, np.ones(grid.tiles, np.uint8)
     for tile, places in _tiles(grid):
@@ -305,7 +305,7 @@ def ctx_decode(
 def ctx_tally(model: CtxModel, old: Bits, grid: CtxGrid, changes: Changes, to: Tally) -> None:
     """Add the symbols of the changes in the grid's strips, by class of the model; its tiles' ends among them."""
     check_block(grid, old)
-    check_changes(grid, old, changes)
+    check_changes(old, changes)
     _check_order(grid, changes)
     for _, places in _tiles(grid):
         if not np.isin(changes.positions, places).any():

@@ -95,7 +95,7 @@ class CtxWindow:
         return positions + np.uint32(self.first) if self.first else positions
 
 
-@lru_cache(maxsize=1 << 14)  # a server's parts of blocks are the same in every version
+@lru_cache(maxsize=1 << 10)  # a server's parts of blocks are the same in every version
 def _cut_out(grid: CtxGrid, first: int, columns: int) -> tuple[CtxGrid, slice] | None:
     """The strips that make up these columns as a grid, and which of the tiles are theirs."""
     begins, ends = grid.strips[:, 0], grid.strips.sum(axis=1)

@@ -40,7 +40,7 @@ def band_of(size: int, inner: int) -> int:
     return power if 2 * power > most else max(divisors)
 
 
-@lru_cache(maxsize=1 << 14)  # a model's blocks are the same in every version
+@lru_cache(maxsize=1 << 10)  # blocks are the same in every version; what a grid of most tiles takes, 1000 may
 def grid(shape: tuple[int, ...], start: int, count: int, dim: int, band: int) -> CtxGrid:
     """The tiles of elements start … start+count−1 of a tensor cut into bands of `band` indices of dimension `dim`.
 
