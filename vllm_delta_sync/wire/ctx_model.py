@@ -38,18 +38,20 @@ def classes(members: Counts, steps: Counts, toll: float) -> npt.NDArray[np.uint8
             break
         inside[at + 1] += inside[at]
         changes[at + 1] += changes[at]
-        last, inside, changes = (np.delete(column, at, axis=0) for column in (last, inside, changes))
+        last, inside, changes = np.delete(last, at), np.delete(inside, at), np.delete(changes, at, axis=0)
     return last.astype(np.uint8)
 
 
 def _bits(members: Counts, steps: Counts) -> Counts:
     """What it takes at least to tell which of members [G] change, and by what of steps [G, S]; [G]."""
     changed = steps.sum(axis=1)
-    return (_nats(members) - _nats(members - changed) - _nats(steps).sum(axis=1)) / np.log(2)
+    bits: Counts = (_nats(members) - _nats(members - changed) - _nats(steps).sum(axis=1)) / np.log(2)
+    return bits
 
 
 def _nats(n: Counts) -> Counts:
-    return n * np.log(np.maximum(n, 1.0))
+    nats: Counts = n * np.log(np.maximum(n, 1.0))
+    return nats
 
 
 def frequencies(counts: Counts, *needed: int) -> npt.NDArray[np.uint16]:
