@@ -98,14 +98,21 @@ def settings(environment: Callable[[str], str | None]) -> dict[str, Any]:
 
 
 def session() -> Any:
+    """The session of this process."""
     from hf_xet import XetConfig, XetSession
 
+    process = os.getpid()
     with _lock:
-        process = os.getpid()
-        if process not in _sessions:
-            _sessions.clear()
-            _sessions[process] = XetSession(config=XetConfig().with_config(settings(os.environ.get)))
-        return _sessions[process]
+        held = _sessions.get(process)
+    if held is None:
+        # Without the lock: in one of some hundred forked processes this never returns, and others must not wait for it.
+        made = XetSession(config=XetConfig().with_config(settings(os.environ.get)))
+        with _lock:
+            if process not in _sessions:
+                _sessions.clear()
+                _sessions[process] = made
+            held = _sessions[process]
+    return held
 
 
 def private_cache() -> None:

@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import threading
+
+import hf_xet
 import pytest
 
 from vllm_delta_sync.errors import NotFound, RateLimited, StoreError, Unauthorized, Unavailable
+from vllm_delta_sync.store import xet_session
+from vllm_delta_sync.store.deadline import call_within
 from vllm_delta_sync.store.xet_session import SETTINGS, failed, settings
 
 _ANSWERED = "Network error: Request error: HTTP status client error ({}), domain: http://cas/v2/reconstructions/ab"
@@ -46,3 +51,23 @@ def test_every_setting_is_one_that_the_client_knows() -> None:
 
     assert SETTINGS.keys() <= set(XetConfig().keys())
     XetConfig().with_config(SETTINGS)
+
+
+def test_who_waits_for_a_session_that_never_comes_keeps_nobody_else_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
+    began, over = threading.Event(), threading.Event()
+    made = hf_xet.XetSession
+
+    def hang(**_: object) -> None:
+        monkeypatch.setattr(hf_xet, "XetSession", made)  # the next one is made
+        began.set()
+        over.wait(60)
+
+    monkeypatch.setattr(xet_session, "_sessions", {})
+    monkeypatch.setattr(hf_xet, "XetSession", hang)
+    first = threading.Thread(target=xet_session.session)
+    first.start()
+    assert began.wait(10)
+    found = call_within(10.0, "making a session", xet_session.session)
+    over.set()
+    first.join()
+    assert isinstance(found, made) and xet_session.session() is found
