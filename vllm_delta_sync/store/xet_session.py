@@ -105,7 +105,7 @@ def session() -> Any:
     with _lock:
         held = _sessions.get(process)
     if held is None:
-        # Without the lock: in one of some hundred forked processes this never returns, and others must not wait for it.
+        # Without the lock: in a forked process this has been seen not to return, and others must not wait for it.
         made = XetSession(config=XetConfig().with_config(settings(os.environ.get)))
         with _lock:
             if process not in _sessions:
