@@ -36,7 +36,7 @@ test-crashes: setup
 test-e2e: setup
 	@$(BIN)/python -m pytest -q -n 2 --dist loadfile -m e2e $(PYTEST_ARGS)
 
-# The decoders of csrc/ under libFuzzer and sanitizers, half an hour; sets nothing up.
+# The decoders of csrc/ under libFuzzer and sanitizers, ten minutes each of four; sets nothing up.
 fuzz:
 	@.ci/fuzz
 
