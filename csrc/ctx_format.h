@@ -60,27 +60,38 @@ VDS_HD constexpr uint8_t context(T u) {
 template <typename T>
 constexpr T kSign = static_cast<T>(T{1} << (8 * sizeof(T) - 1));
 
-// A float's rank among its bit patterns, mod 2^(8 width). Its own inverse.
+// Signs of weights and of their steps are as good as random, so what depends on them is computed without a branch: by all ones
+// where there is a sign, and zero elsewhere.
+template <typename T>
+VDS_HD constexpr T if_signed(T u) {
+  return static_cast<T>(0 - (u >> (8 * sizeof(T) - 1)));
+}
+template <typename T>
+VDS_HD constexpr T negated_if(T mask, T u) {
+  return static_cast<T>((u ^ mask) - mask);
+}
+
+// A float's rank among its bit patterns, mod 2^(8 width): (kSign - 1) - u where it is signed. Its own inverse.
 template <typename T>
 VDS_HD constexpr T rank_of(T u) {
-  return u & kSign<T> ? static_cast<T>((kSign<T> - 1) - u) : u;
+  return static_cast<T>(u ^ (if_signed(u) & (kSign<T> - 1)));
 }
 
 // A step away from zero is positive, whatever the old value's sign. Its own inverse.
 template <typename T>
 VDS_HD constexpr T oriented(T step, T old) {
-  return old & kSign<T> ? static_cast<T>(0 - step) : step;
+  return negated_if(if_signed(old), step);
 }
 
 // A step s ≠ 0 as 2 (|s| - 1) + (s < 0), which fits the width.
 template <typename T>
 VDS_HD constexpr T fold_step(T s) {
-  return s & kSign<T> ? static_cast<T>((static_cast<T>(0 - s) - 1) * 2 + 1) : static_cast<T>((s - 1) * 2);
+  const T mask = if_signed(s);
+  return static_cast<T>((negated_if(mask, s) - 1) * 2 + (mask & 1));
 }
 template <typename T>
 VDS_HD constexpr T unfold_step(T z) {
-  const T size = static_cast<T>((z >> 1) + 1);
-  return z & 1 ? static_cast<T>(0 - size) : size;
+  return negated_if(static_cast<T>(0 - (z & 1)), static_cast<T>((z >> 1) + 1));
 }
 
 // What a folded step makes of an old value.

@@ -50,13 +50,14 @@ class Source {
     const uint32_t slot = state & (kTotal - 1);
     symbol = slots[slot];
     state = (codes[symbol] & 0x1FFF) * (state >> kScale) + slot - (codes[symbol] >> 16);
-    // Whether a word is due is as good as random: taken without a branch wherever there is one.
-    const bool due = state < kFloor;
-    if (end_ - at_ < 2) return !due;
+    // Whether a word is due is as good as random: taken without a branch wherever there is one. By masks, for a compiler makes a
+    // branch of a choice.
+    const uint32_t due = 0u - static_cast<uint32_t>(state < kFloor);
+    if (end_ - at_ < 2) return due == 0;
     uint16_t word;
     std::memcpy(&word, at_, 2);
-    state = due ? state << 16 | word : state;
-    at_ += due ? 2 : 0;
+    state = state << (due & 16) | (due & word);
+    at_ += due & 2;
     return true;
   }
 
@@ -98,27 +99,33 @@ __attribute__((noinline)) int64_t decode_gaps(Source<lanes>& whole, const Class&
                                               const T* block, uint32_t* positions) {
   Source<lanes> source = whole;
   uint32_t rank = ~0u, word = 0;
-  for (int64_t i = 0;;) {
-#pragma GCC unroll 4
-    for (int lane = 0; lane < lanes; ++lane, ++i) {
-      uint32_t gap, raw = 0;
-      if (!source.symbol(lane, of.gap_slots, of.gap_codes, gap)) return -1;
+  bool sound = false;
+  const auto decode = [&](int lane, int64_t i) {  // whether there is another
+    uint32_t gap, raw = 0;
+    if (!source.symbol(lane, of.gap_slots, of.gap_codes, gap)) return false;
+    if (gap >= kExact) {
       if (gap == kGapEnd) {
-        whole = source;
-        return i;
+        sound = true;
+        return false;
       }
-      if (gap >= kExact) {
-        const bool escape = gap == kGapEscape;
-        if (!source.raw(escape ? kGapBits : raw_bits(gap), raw)) return -1;
-        gap = escape ? raw : from_magnitude(gap, raw);
-      }
-      rank += gap + 1;
-      if (rank >= members.total()) return -1;
-      const int64_t place = places(members.element(rank, word));
-      __builtin_prefetch(block + place);
-      positions[i] = static_cast<uint32_t>(place);
+      const bool escape = gap == kGapEscape;
+      if (!source.raw(escape ? kGapBits : raw_bits(gap), raw)) return false;
+      gap = escape ? raw : from_magnitude(gap, raw);
     }
-  }
+    rank += gap + 1;
+    if (rank >= members.total()) return false;
+    const int64_t place = places(members.element(rank, word));
+    __builtin_prefetch(block + place);
+    positions[i] = static_cast<uint32_t>(place);
+    return true;
+  };
+  for (int64_t i = 0;; i += lanes)
+#pragma GCC unroll 4
+    for (int lane = 0; lane < lanes; ++lane)
+      if (!decode(lane, i + lane)) {
+        whole = source;
+        return sound ? i + lane : -1;
+      }
 }
 
 // The new values of n elements of a class at these positions.
@@ -126,24 +133,29 @@ template <typename T, int lanes>
 __attribute__((noinline)) bool decode_values(Source<lanes>& whole, const Class& of, const T* block, const uint32_t* positions, int64_t n,
                                              T* values, uint64_t* marks) {
   Source<lanes> source = whole;
-  for (int64_t i = 0; i < n;) {
-#pragma GCC unroll 4
-    for (int lane = 0; lane < lanes && i < n; ++lane, ++i) {
-      uint32_t symbol, raw;
-      if (!source.symbol(lane, of.step_slots, of.step_codes, symbol)) return false;
-      T z = static_cast<T>(symbol);
-      if (symbol >= 2 * kExact) {
-        const bool escape = symbol == kStepEscape;
-        if (!source.raw(escape ? 8 * static_cast<int>(sizeof(T)) : raw_bits(symbol >> 1), raw)) return false;
-        const uint32_t size = from_magnitude(symbol >> 1, raw);
-        if (!escape && size >= kSign<T>) return false;
-        z = escape ? static_cast<T>(raw) : static_cast<T>(size << 1 | (symbol & 1));
-      }
-      const uint32_t position = positions[i];
-      values[i] = stepped(block[position], z);
-      marks[position >> 6] |= 1ull << (position & 63);
+  const auto decode = [&](int lane, int64_t i) {
+    uint32_t symbol, raw;
+    if (!source.symbol(lane, of.step_slots, of.step_codes, symbol)) return false;
+    T z = static_cast<T>(symbol);
+    if (symbol >= 2 * kExact) {
+      const bool escape = symbol == kStepEscape;
+      if (!source.raw(escape ? 8 * static_cast<int>(sizeof(T)) : raw_bits(symbol >> 1), raw)) return false;
+      const uint32_t size = from_magnitude(symbol >> 1, raw);
+      if (!escape && size >= kSign<T>) return false;
+      z = escape ? static_cast<T>(raw) : static_cast<T>(size << 1 | (symbol & 1));
     }
-  }
+    const uint32_t position = positions[i];
+    values[i] = stepped(block[position], z);
+    marks[position >> 6] |= 1ull << (position & 63);
+    return true;
+  };
+  int64_t i = 0;
+  for (; i + lanes <= n; i += lanes)  // whole rounds, of which the compiler knows which state each symbol takes
+#pragma GCC unroll 4
+    for (int lane = 0; lane < lanes; ++lane)
+      if (!decode(lane, i + lane)) return false;
+  for (int lane = 0; i < n; ++lane, ++i)
+    if (!decode(lane, i)) return false;
   whole = source;
   return true;
 }
