@@ -16,12 +16,12 @@ from hooked_store import HookedStore
 
 from vllm_delta_sync.errors import DeltaSyncError, RivalWriter
 from vllm_delta_sync.log import DeltaLog, LogWriter
+from vllm_delta_sync.log.catalogs import put_catalog
 from vllm_delta_sync.log.collection import collect
 from vllm_delta_sync.log.replica import Replica
 from vllm_delta_sync.log.stamps import Stamps
 from vllm_delta_sync.log.tail import TipWatch
 from vllm_delta_sync.log.verify import verify
-from vllm_delta_sync.log.writer import put_catalog_object
 from vllm_delta_sync.wire import state_hash
 from vllm_delta_sync.wire.manifest import LatestPointer, Manifest
 
@@ -227,7 +227,7 @@ def test_what_is_being_published_survives_a_collection_by_a_clock_an_hour_wrong(
     tiny: tiny_log.TinyLog, follower: Follower, skew: float
 ) -> None:
     store = tiny.log.store
-    writing = put_catalog_object(store, tiny.log.catalog(), sequence=99).key  # as a publisher puts it before LATEST
+    writing = put_catalog(store, tiny.log.catalog(), sequence=99).key  # as a publisher puts it before LATEST
     collected = collect(tiny.log, delete=True, clock=lambda: time.time() + skew)
     assert collected.deleted == 0
     assert store.head(writing).size > 0

@@ -18,8 +18,8 @@ from vllm_delta_sync.errors import (
     Unavailable,
 )
 from vllm_delta_sync.log import DeltaLog, LogWriter, pointer
+from vllm_delta_sync.log.catalogs import put_catalog
 from vllm_delta_sync.log.stamps import Stamps
-from vllm_delta_sync.log.writer import put_catalog_object
 from vllm_delta_sync.store import ObjectInfo, Store, together
 from vllm_delta_sync.wire.catalog import Catalog
 from vllm_delta_sync.wire.frames import Buffer
@@ -204,7 +204,7 @@ def test_a_catalog_is_put_and_carried_over(tiny: tiny_log.TinyLog) -> None:
 
 
 def foreign_catalog(tiny: tiny_log.TinyLog, oldest: int) -> ObjectRef:
-    return put_catalog_object(tiny.log.store, Catalog(run=tiny.log.run, oldest=oldest), 99)
+    return put_catalog(tiny.log.store, Catalog(run=tiny.log.run, oldest=oldest), 99)
 
 
 def test_a_catalog_that_somebody_else_put_is_what_the_next_one_is_made_of(tiny: tiny_log.TinyLog) -> None:
