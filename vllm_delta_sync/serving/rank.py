@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 from vllm_delta_sync import kernels
-from vllm_delta_sync.errors import DigestMismatch, Poisoned, StateError, StateHashMismatch, VersionGap
+from vllm_delta_sync.errors import DigestMismatch, Poisoned, StateError, VersionGap
 from vllm_delta_sync.log import DeltaLog
 from vllm_delta_sync.log.cache import NodeCache
 from vllm_delta_sync.log.fetcher import Fetcher
@@ -26,6 +26,7 @@ from vllm_delta_sync.serving.layout import Layout, trace
 from vllm_delta_sync.serving.memory import LiveMemory
 from vllm_delta_sync.serving.messages import Lanes, Place
 from vllm_delta_sync.serving.needs import needs_of
+from vllm_delta_sync.serving.running_lanes import RunningLanes
 from vllm_delta_sync.serving.staging import Effect
 from vllm_delta_sync.serving.stopwatch import Stopwatch
 from vllm_delta_sync.serving.traced import RankLayout
@@ -49,14 +50,6 @@ class _Staged:
     before: _Books
     after: _Books
     effect: Effect
-
-
-@dataclass(frozen=True)
-class _Proven:
-    """Lanes that the live regions are proven to have, uint32 [regions, 4], at a version (None: at none)."""
-
-    version: int | None
-    lanes: Lanes
 
 
 class Rank:
@@ -88,8 +81,7 @@ class Rank:
         self._books: _Books | None = None
         self._staged: _Staged | None = None
         self._undo: _Staged | None = None
-        self._proven: _Proven | None = None
-        self._writes = 0  # odd while a commit is under way
+        self._running: RunningLanes | None = None  # of the layout
 
     # --- joining -----------------------------------------------------------------------------------------------------
     def load_base(self, log: DeltaLog, base: ObjectRef) -> bool:
@@ -108,7 +100,7 @@ class Rank:
             self._fetcher = None
         self.log, self.base = log, table
         if not known:
-            self.layout = None
+            self.layout = self._running = None
             self._by_name = {spec.name: spec for spec in table.tensors}
             self._seeds = {spec.name: state_hash.seed(spec) for spec in table.tensors}
         return known
@@ -125,18 +117,18 @@ class Rank:
         self._regions_of: dict[str, list[int]] = defaultdict(list)
         for index, region in enumerate(self.layout.regions):
             self._regions_of[region.tensor].append(index)
+        self._running = RunningLanes(self.layout.regions, self._by_name, self._seeds, self.memory, self.backend)
         return RankLayout(self.layout.regions, self.layout.unsupported)
 
     def prove(self) -> msg.Proved:
         """Full pass over all regions."""
-        begin = time.perf_counter()
-        self._proven = _Proven(None, self._pass())
-        return msg.Proved(self._proven.lanes, time.perf_counter() - begin)
+        assert self._running is not None
+        return self._running.prove()
 
     def join(self, place: Place | None, lanes: Lanes) -> None:
         """The proven weights have these hashes, uint32 [tensors, 4]: those of a version, or of none."""
-        assert self._proven is not None and self.log is not None and self.layout is not None and self.base is not None
-        self._proven = _Proven(place.version if place else None, self._proven.lanes)
+        assert self._running is not None and self.log is not None and self.layout is not None and self.base is not None
+        self._running.name(place.version if place else None)
         self._fetcher = Fetcher(self.log.store, self._cache, needs_of(self.layout.regions, self.base.tensors))
         self._books = _Books(place, lanes)
 
@@ -221,27 +213,8 @@ class Rank:
     # --- audit -------------------------------------------------------------------------------------------------------
     def audit(self, number: int) -> msg.Audited:
         """Full pass while steps and commits go on; what commits change meanwhile is accounted for, region by region."""
-        assert self.layout is not None and self._proven is not None and self.memory is not None
-        begin = time.perf_counter()
-        passed = np.zeros_like(self._proven.lanes)
-        wrong = []
-        for index in range(len(self.layout.regions)):
-            try:
-                lanes, proven = self._hash_settled(index)
-            except StateHashMismatch:  # a widened element holds what no published one can
-                wrong.append(self.layout.regions[index].tensor)
-                continue
-            passed[index] = lanes - proven  # zero when right
-            if passed[index].any():
-                wrong.append(self.layout.regions[index].tensor)
-        proven_now = self._proven
-        return msg.Audited(
-            number=number,
-            version=proven_now.version,
-            wrong=tuple(sorted(set(wrong))),
-            lanes=proven_now.lanes + passed,
-            seconds=time.perf_counter() - begin,
-        )
+        assert self._running is not None
+        return self._running.audit(number)
 
     @property
     def version(self) -> int | None:
@@ -254,47 +227,12 @@ class Rank:
 
     # --- parts -------------------------------------------------------------------------------------------------------
     def _write(self, effect: Effect, books: _Books, *, undo: bool) -> None:
-        assert self.memory is not None and self._proven is not None
+        assert self.memory is not None and self._running is not None
         patches = [patch.reversed() if undo else patch for patch in effect.patches]
-        lanes = self._proven.lanes.copy()
-        touched = list(effect.regions)
-        lanes[touched] = lanes[touched] - effect.lanes if undo else lanes[touched] + effect.lanes
-        self._writes += 1
-        try:
+        lanes = np.negative(effect.lanes) if undo else effect.lanes
+        with self._running.writing(effect.regions, lanes, books.place.version if books.place else None):
             self.memory.scatter(patches)
-            self._proven = _Proven(books.place.version if books.place else None, lanes)
             self._books = books
-        finally:
-            self._writes += 1
-
-    def _hash_settled(self, index: int) -> tuple[Lanes, Lanes]:
-        """A region's lanes by a full pass, and its proven lanes then: taken again if a commit came between.
-
-        Raises:
-            StateHashMismatch: a widened element holds what no published one can, and no commit was writing it.
-        """
-        while True:
-            writes, proven = self._writes, self._proven
-            try:
-                lanes = self._hash(index)
-            except StateHashMismatch:
-                if writes % 2 == 0 and writes == self._writes:
-                    raise
-                continue
-            if writes % 2 == 0 and writes == self._writes:
-                assert proven is not None
-                return lanes, proven.lanes[index]
-
-    def _hash(self, index: int) -> Lanes:
-        assert self.layout is not None and self.memory is not None
-        region = self.layout.regions[index]
-        with self.backend.aside():
-            return self.memory.hash(region, self._by_name[region.tensor].dtype, self._seeds[region.tensor])
-
-    def _pass(self) -> Lanes:
-        assert self.layout is not None
-        count = len(self.layout.regions)
-        return np.array([self._hash(index) for index in range(count)], dtype=np.uint32).reshape(count, 4)
 
     def _check_root(self, hop: Hop, hashes: Lanes) -> None:
         assert self.base is not None
