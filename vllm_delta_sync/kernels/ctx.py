@@ -109,7 +109,7 @@ class Launch:
 
 
 def _tables(blocks: Sequence[CodedBlock]) -> tuple[I64, I64, U16]:
-    """Rows of TileJob, with offsets in place of addresses of data, of BlockJob and of ClassRow (csrc/ctx_decode.h)."""
+    """Rows of TileJob, with offsets in place of addresses of data, of BlockJob and of ClassRow (csrc/ctx_team.h)."""
     models: dict[int, tuple[int, CtxModel]] = {}  # by identity: blocks of a version share them
     tiles, jobs = [np.empty((0, TILE_COLUMNS), np.int64)], np.zeros((len(blocks), BLOCK_COLUMNS), np.int64)
     first = classes = offset = 0
