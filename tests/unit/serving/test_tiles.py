@@ -21,7 +21,7 @@ from vllm_delta_sync.log import FoldSchedule
 from vllm_delta_sync.native import Changes, CtxGrid
 from vllm_delta_sync.serving.affine import Box, Region, View, compose
 from vllm_delta_sync.serving.memory import LiveMemory
-from vllm_delta_sync.serving.tiles import TileReader, columns_of, fill, held_of_tiles
+from vllm_delta_sync.serving.tiles import Columns, TileReader, columns_of, fill, held_of_tiles
 from vllm_delta_sync.wire import ctx
 from vllm_delta_sync.wire.codec_rules import CTX
 from vllm_delta_sync.wire.codecs import Context, ctx_of, encode_block
@@ -95,6 +95,22 @@ def test_what_boxes_hold_is_told_tile_by_tile() -> None:
     grid = CtxGrid(5, wide, np.array([(0, wide)], np.int64))  # tiles of two rows
     two = (Box(wide, (wide + 3,), (1,)), Box(3 * wide, (wide,), (1,)))
     assert held_of_tiles(grid, two, 0).tolist() == [wide, wide + 3, 0]
+
+
+def test_blocks_of_very_many_short_rows_are_looked_up_in_little_memory() -> None:
+    rows, strips = 1 << 20, np.array([(0, 2), (2, 2)], np.int64)
+    grid, right = CtxGrid(rows, 4, strips), Box(2, (rows, 2), (4, 1))
+    torn = (Box(2, (rows // 2, 2), (4, 1)), Box(2 * rows + 1, (rows // 2, 2), (4, 1)))  # one column off from the middle
+    tracemalloc.start()
+    found = columns_of(right, 0, rows, 4), [columns_of(box, 0, rows, 4) for box in torn]
+    held = held_of_tiles(grid, (right,), 0), held_of_tiles(grid, torn, 0)
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert found == (Columns(2, 2, 0), [None, None])
+    tile = 1 << 18
+    assert held[0].tolist() == [0] * 8 + [tile] * 8
+    assert held[1].tolist() == [0] * 4 + [tile // 2] * 4 + [tile] * 4 + [tile // 2] * 4
+    assert peak < 16 << 20
 
 
 ROWS, COLUMNS = 384, 320
