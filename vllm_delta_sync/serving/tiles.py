@@ -28,7 +28,7 @@ from vllm_delta_sync.wire.ctx import CtxHeader, CtxWindow
 from vllm_delta_sync.wire.frames import Buffer
 from vllm_delta_sync.wire.table import Block
 
-_ROWS_AT_ONCE = 1 << 14  # of a block (or one tile's, if it has more): bounds what looking up takes, however short rows are
+_ROWS_AT_ONCE = 1 << 14  # of a block, or those of one tile: bounds what it takes to look up blocks of short rows
 
 
 class TileReader:

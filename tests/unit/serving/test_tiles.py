@@ -100,13 +100,14 @@ def test_what_boxes_hold_is_told_tile_by_tile() -> None:
 def test_blocks_of_very_many_short_rows_are_looked_up_in_little_memory() -> None:
     rows, strips = 1 << 20, np.array([(0, 2), (2, 2)], np.int64)
     grid, right = CtxGrid(rows, 4, strips), Box(2, (rows, 2), (4, 1))
-    torn = (Box(2, (rows // 2, 2), (4, 1)), Box(2 * rows + 1, (rows // 2, 2), (4, 1)))  # one column off from the middle
+    torn = (Box(2, (rows // 2, 2), (4, 1)), Box(2 * rows + 1, (rows // 2, 2), (4, 1)))
+    bent = Box(0, (2, rows // 2, 2), (2 * rows + 1, 4, 1))  # from the middle on one column to the right
     tracemalloc.start()
-    found = columns_of(right, 0, rows, 4), [columns_of(box, 0, rows, 4) for box in torn]
+    found = columns_of(right, 0, rows, 4), [columns_of(box, 0, rows, 4) for box in (*torn, bent)]
     held = held_of_tiles(grid, (right,), 0), held_of_tiles(grid, torn, 0)
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
-    assert found == (Columns(2, 2, 0), [None, None])
+    assert found == (Columns(2, 2, 0), [None, None, None])
     tile = 1 << 18
     assert held[0].tolist() == [0] * 8 + [tile] * 8
     assert held[1].tolist() == [0] * 4 + [tile // 2] * 4 + [tile] * 4 + [tile // 2] * 4
