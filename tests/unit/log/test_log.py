@@ -34,33 +34,26 @@ from vllm_delta_sync.wire.checkpoint import open_checkpoint, write_checkpoint
 from vllm_delta_sync.wire.manifest import BaseRef
 
 
-def assert_same(found: tiny_log.Model, expected: tiny_log.Model) -> None:
-    assert found.keys() == expected.keys()
-    for name, (spec, bits) in expected.items():
-        assert found[name][0] == spec
-        np.testing.assert_array_equal(found[name][1], bits)
-
-
 def test_every_version_materialises_to_exactly_the_published_bits(tiny: tiny_log.TinyLog) -> None:
     for version, model in enumerate(tiny.models):
-        assert_same(tiny.log.materialize(version, tiny.base), model)
+        assert tiny_log.same(tiny.log.materialize(version, tiny.base), model)
 
 
 def test_the_base_may_be_tensors_and_they_are_not_written_to(tiny: tiny_log.TinyLog) -> None:
     base = tiny_log.random_model()
-    assert_same(tiny.log.materialize(3, base), tiny.models[3])
-    assert_same(base, tiny.models[0])
+    assert tiny_log.same(tiny.log.materialize(3, base), tiny.models[3])
+    assert tiny_log.same(base, tiny.models[0])
 
 
 def test_without_a_base_the_directory_that_version_0_names_is_used(tiny: tiny_log.TinyLog) -> None:
-    assert_same(tiny.log.materialize(2), tiny.models[2])
+    assert tiny_log.same(tiny.log.materialize(2), tiny.models[2])
 
 
 def test_without_a_base_the_anchor_of_the_run_is_used(tmp_path: Path) -> None:
     tiny = tiny_log.build(tmp_path, 2, anchor=True)
     for file in tiny.base.iterdir():
         file.unlink()
-    assert_same(tiny.log.materialize(2), tiny.models[2])
+    assert tiny_log.same(tiny.log.materialize(2), tiny.models[2])
 
 
 def test_a_log_that_offers_no_base_asks_for_one(tmp_path: Path) -> None:
@@ -108,7 +101,7 @@ def test_a_delta_against_other_weights_than_the_parent_is_refused_by_tensor(tiny
 def test_a_version_without_changes_is_a_version(tiny: tiny_log.TinyLog) -> None:
     manifest = tiny.publish(tiny.models[-1])
     assert (manifest.version, manifest.totals.changed, len(manifest.shards)) == (4, 0, 1)
-    assert_same(tiny.log.materialize(4, tiny.base), tiny.models[3])
+    assert tiny_log.same(tiny.log.materialize(4, tiny.base), tiny.models[3])
 
 
 def test_manifests_state_step_totals_and_parents(tiny: tiny_log.TinyLog) -> None:
@@ -146,7 +139,7 @@ def test_nothing_published_yet_is_not_found(tmp_path: Path) -> None:
 def test_attach_continues_the_run(tiny: tiny_log.TinyLog) -> None:
     tiny.writer = LogWriter.attach(tiny.log)
     tiny.publish(tiny_log.changed_model(tiny.models[-1], 4))
-    assert_same(tiny.log.materialize(4, tiny.base), tiny.models[4])
+    assert tiny_log.same(tiny.log.materialize(4, tiny.base), tiny.models[4])
 
 
 def test_the_second_of_two_writers_is_refused_and_the_first_version_stays(tiny: tiny_log.TinyLog) -> None:
@@ -237,7 +230,7 @@ def test_an_attempt_that_fails_leaves_no_objects(tiny: tiny_log.TinyLog, part: s
         tiny.publish(model)
     assert list(tiny.log.store.list()) == keys
     tiny.publish(model)
-    assert_same(tiny.log.materialize(4, tiny.base), model)
+    assert tiny_log.same(tiny.log.materialize(4, tiny.base), model)
 
 
 def test_a_run_whose_beginning_fails_leaves_no_anchor(tmp_path: Path) -> None:
@@ -265,7 +258,7 @@ def test_blocks_are_spread_over_shards_and_a_version_of_many_shards_materialises
     tiny.writer = LogWriter(log, log.latest(), log.tip(), shard_bytes=1024)
     manifest = tiny.publish(tiny_log.changed_model(tiny.models[-1], 5, share=0.9))
     assert len(manifest.shards) > 2
-    assert_same(log.materialize(4, tiny.base), tiny.models[4])
+    assert tiny_log.same(log.materialize(4, tiny.base), tiny.models[4])
     assert checks.verify(log).faults == ()
 
 
@@ -284,7 +277,7 @@ def test_an_export_loads_as_a_checkpoint_and_carries_what_is_not_published(tmp_p
     assert {file.name for file in files} == {"model.safetensors", "config.json"}
     found = dict(open_checkpoint(tmp_path / "out"))
     np.testing.assert_array_equal(found.pop("vision.frozen")[1], frozen[1])
-    assert_same(found, tiny.models[2])
+    assert tiny_log.same(found, tiny.models[2])
     with safe_open(tmp_path / "out" / "model.safetensors", "np") as file:
         assert set(file.keys()) == {*tiny.models[2], "vision.frozen"}
 
@@ -338,7 +331,7 @@ def test_an_export_into_the_empty_working_directory_is_written(
     (tmp_path / "here").mkdir()
     monkeypatch.chdir(tmp_path / "here")
     export(tiny.log, 1, Path("."), tiny.base)
-    assert_same(dict(open_checkpoint(tmp_path / "here")), tiny.models[1])
+    assert tiny_log.same(dict(open_checkpoint(tmp_path / "here")), tiny.models[1])
 
 
 def test_verify_counts_what_it_walked_and_reports_progress(tmp_path: Path) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-import numpy as np
 import pytest
 import tiny_folds
 import tiny_log
@@ -36,8 +35,7 @@ def replica_at(tiny: tiny_log.TinyLog, version: int) -> Replica:
 
 def assert_at(replica: Replica, tiny: tiny_log.TinyLog, version: int) -> None:
     assert replica.version == version
-    for name, (_, bits) in tiny.models[version].items():
-        np.testing.assert_array_equal(replica.tensors[name][1], bits)
+    assert tiny_log.same(replica.tensors, tiny.models[version])
 
 
 @pytest.mark.parametrize("version", [0, 1, 2, 3])

@@ -47,16 +47,9 @@ def assert_at(replica: Replica, tiny: tiny_log.TinyLog, version: int) -> None:
     assert replica.held.sha256 == tiny_folds.reference(tiny, version).sha256
     model = tiny.models[version]
     assert replica.root == state_hash.state_root(tiny_log.lanes_of(model))
-    assert replica.tensors.keys() == model.keys()
-    for name, (spec, bits) in model.items():
-        np.testing.assert_array_equal(replica.tensors[name][1], bits)
+    assert tiny_log.same(replica.tensors, model)
+    for spec, bits in model.values():
         np.testing.assert_array_equal(replica.lanes[spec], state_hash.of_tensor(spec, bits))
-
-
-def damage(path: Path) -> None:
-    data = bytearray(path.read_bytes())
-    data[-1] ^= 1
-    path.write_bytes(data)
 
 
 def pinned(tiny: tiny_log.TinyLog, version: int) -> tiny_log.TinyLog:
@@ -189,7 +182,7 @@ def test_a_hop_that_fails_leaves_the_replica_as_it_was(long: tiny_log.TinyLog, s
     with pytest.raises(StateHashMismatch, match="comes to state root"):
         replica.apply(_lie_about_the_end(hop))
     assert_at(replica, long, start)
-    damage(_shard_of(long, hop))
+    tiny_log.damage(_shard_of(long, hop))
     with pytest.raises(DigestMismatch):
         replica.apply(hop)
     assert_at(replica, long, start)
@@ -203,7 +196,7 @@ def test_a_damaged_anchor_leaves_the_replica_as_it_was(long: tiny_log.TinyLog) -
     replica = Replica(long.log, long.base)
     hop = replica.route.next_hop(long.log.latest(), None, None, 4)
     assert hop is not None
-    damage(_shard_of(long, hop))
+    tiny_log.damage(_shard_of(long, hop))
     with pytest.raises(DigestMismatch):
         replica.apply(hop)
     assert_at(replica, long, 0)
@@ -223,7 +216,7 @@ def test_a_hop_that_begins_elsewhere_is_refused(long: tiny_log.TinyLog) -> None:
 
 
 def test_a_follower_goes_around_a_damaged_or_missing_fold(long: tiny_log.TinyLog) -> None:
-    for break_it in (damage, Path.unlink):
+    for break_it in (tiny_log.damage, Path.unlink):
         replica, pointer = Replica(long.log, long.base), long.log.latest()
         hop = replica.route.next_hop(pointer, replica.held, 0, 6)
         assert hop is not None
@@ -326,7 +319,7 @@ def test_a_pin_is_reached_also_when_the_manifest_of_the_tip_is_damaged(long: tin
         replica.go_to(long.log.latest(), at)
         replica.route = Route(long.log)  # with nothing remembered
     tiny_folds.add_fold(long, 5, 3)
-    damage(long.object(long.log.latest().manifest.key))
+    tiny_log.damage(long.object(long.log.latest().manifest.key))
     pointer = pinned(long, 3).log.latest()
     for replica in replicas:
         replica.follow(pointer)
@@ -407,7 +400,7 @@ def test_a_tail_from_the_base_takes_the_way_of_a_follower_and_verifies_it(long: 
     long.publish(tiny_log.changed_model(long.models[-1], 81))
     path = long.object(long.log.tip().shards[0].key)
     whole = path.read_bytes()
-    damage(path)
+    tiny_log.damage(path)
     with pytest.raises(DigestMismatch):
         tail.look()
     assert tail.version == LENGTH

@@ -42,11 +42,6 @@ def with_pin(version: int | None) -> Change:
     return lambda found: found.model_copy(update={"pin": version})
 
 
-def say(tiny: tiny_log.TinyLog, said: LatestPointer) -> None:
-    """What a stale client, a backup or a repair does: LATEST says this, whatever it said before."""
-    tiny.log.store.put("LATEST", said.to_bytes())
-
-
 # --- rivals ----------------------------------------------------------------------------------------------------------
 @pytest.mark.parametrize("conditional", [True, False])
 def test_a_rival_that_comes_later_is_refused_by_the_name_of_both(tiny: tiny_log.TinyLog, conditional: bool) -> None:
@@ -144,7 +139,7 @@ def test_versions_of_a_branch_that_was_left_are_no_rivals(tiny: tiny_log.TinyLog
     left, _ = writer_on(tiny, conditional=False)
     idle(left)
     idle(left)
-    say(tiny, third)
+    tiny.say(third)
     writer, _ = writer_on(tiny, conditional=False)
     assert [idle(writer).version, idle(writer).version] == [4, 5]
     assert tiny.log.tip() == writer.tip
@@ -170,7 +165,7 @@ def test_a_pin_is_carried_over_and_an_unpin_too(tiny: tiny_log.TinyLog) -> None:
 def test_a_pin_written_over_a_newer_version_does_not_lose_it(tiny: tiny_log.TinyLog) -> None:
     stale = tiny.log.latest()
     newest = idle(tiny.writer)
-    say(tiny, stale.model_copy(update={"pin": 2, "sequence": stale.sequence + 1}))
+    tiny.say(stale.model_copy(update={"pin": 2, "sequence": stale.sequence + 1}))
     sequence = tiny.writer.pointer.sequence
     following = idle(tiny.writer)
     assert tiny.log.latest().sequence == sequence + 1
@@ -190,7 +185,7 @@ def test_an_older_version_of_another_writer_is_a_rivals(tiny: tiny_log.TinyLog) 
     older = tiny.log.latest()
     idle(tiny.writer)
     resumed, _ = writer_on(tiny, conditional=True)
-    say(tiny, older)
+    tiny.say(older)
     with pytest.raises(RivalWriter, match="names version 3"):
         idle(resumed)
 
@@ -227,7 +222,7 @@ def test_a_catalog_that_was_taken_over_before_does_not_come_back(tiny: tiny_log.
     stale = pointer.update(tiny.log, lambda at: at.model_copy(update={"catalog": ref})).pointer
     idle(tiny.writer)
     tiny.writer.put_catalog(lambda found: found.model_copy(update={"oldest": found.oldest + 1}))
-    say(tiny, stale)
+    tiny.say(stale)
     idle(tiny.writer)
     assert tiny.log.catalog().oldest == 3
 
