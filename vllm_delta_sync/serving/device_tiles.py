@@ -21,10 +21,11 @@ from vllm_delta_sync.serving.affine import Region
 from vllm_delta_sync.serving.memory import LiveMemory
 from vllm_delta_sync.serving.tiles import sound, window_of
 from vllm_delta_sync.wire.codec_rules import CTX
-from vllm_delta_sync.wire.codecs import DecodedBlock, ctx_header, encoded_of
+from vllm_delta_sync.wire.codecs import ctx_header, encoded_of
 from vllm_delta_sync.wire.ctx import CtxWindow
 from vllm_delta_sync.wire.ctx_order import moved
 from vllm_delta_sync.wire.dtypes import Dtype
+from vllm_delta_sync.wire.encoded import DecodedBlock
 from vllm_delta_sync.wire.frames import Buffer
 from vllm_delta_sync.wire.table import Block
 

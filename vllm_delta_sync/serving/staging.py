@@ -23,7 +23,8 @@ from vllm_delta_sync.serving.memory import LiveMemory, Patch, offsets_of, widen
 from vllm_delta_sync.serving.messages import Lanes
 from vllm_delta_sync.serving.tiles import TileReader
 from vllm_delta_sync.wire.codec_rules import CTX, DENSE
-from vllm_delta_sync.wire.codecs import DecodedBlock, decode_block
+from vllm_delta_sync.wire.codecs import decode_block
+from vllm_delta_sync.wire.encoded import DecodedBlock
 from vllm_delta_sync.wire.frames import Buffer
 from vllm_delta_sync.wire.table import Block
 

@@ -17,14 +17,9 @@ from vllm_delta_sync.native.types import I64, U8, Bits
 from vllm_delta_sync.serving.affine import Box, Region
 from vllm_delta_sync.serving.memory import LiveMemory
 from vllm_delta_sync.wire import dtypes
-from vllm_delta_sync.wire.codecs import (
-    DecodedBlock,
-    ctx_header,
-    decode_tiles,
-    decode_window,
-    encoded_of,
-)
+from vllm_delta_sync.wire.codecs import ctx_header, decode_tiles, decode_window, encoded_of
 from vllm_delta_sync.wire.ctx import CtxHeader, CtxWindow
+from vllm_delta_sync.wire.encoded import DecodedBlock
 from vllm_delta_sync.wire.frames import Buffer
 from vllm_delta_sync.wire.table import Block
 

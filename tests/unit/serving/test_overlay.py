@@ -21,7 +21,8 @@ from vllm_delta_sync.serving.overlay import overlay, slabs
 from vllm_delta_sync.serving.staging import Effect, stage
 from vllm_delta_sync.serving.stopwatch import Stopwatch
 from vllm_delta_sync.wire import container, state_hash
-from vllm_delta_sync.wire.codecs import EncodedBlock, dense_block
+from vllm_delta_sync.wire.codecs import dense_block
+from vllm_delta_sync.wire.encoded import EncodedBlock
 from vllm_delta_sync.wire.sparse import gap_abs_block
 from vllm_delta_sync.wire.table import Block
 from vllm_delta_sync.wire.tensors import TensorSpec

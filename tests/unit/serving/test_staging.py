@@ -15,7 +15,8 @@ from vllm_delta_sync.serving.affine import Region, View, compose
 from vllm_delta_sync.serving.memory import LiveMemory
 from vllm_delta_sync.serving.staging import Effect, stage
 from vllm_delta_sync.wire import state_hash
-from vllm_delta_sync.wire.codecs import EncodedBlock, dense_block
+from vllm_delta_sync.wire.codecs import dense_block
+from vllm_delta_sync.wire.encoded import EncodedBlock
 from vllm_delta_sync.wire.sparse import gap_abs_block, gap_of
 from vllm_delta_sync.wire.table import Block
 from vllm_delta_sync.wire.tensors import TensorSpec

@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 from vllm_delta_sync import native
 from vllm_delta_sync.errors import DigestMismatch
 from vllm_delta_sync.wire import codec_rules, dtypes
-from vllm_delta_sync.wire.codecs import Bits, EncodedBlock, decode_block, decode_encoded, encode_block
+from vllm_delta_sync.wire.codecs import decode_block, decode_encoded, encode_block
+from vllm_delta_sync.wire.encoded import Bits, EncodedBlock
 from vllm_delta_sync.wire.sparse import bitmapped, gap_block, gap_of
 from vllm_delta_sync.wire.table import Block
 from vllm_delta_sync.wire.tensors import TensorSpec

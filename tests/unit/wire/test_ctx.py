@@ -13,15 +13,8 @@ from vllm_delta_sync import native
 from vllm_delta_sync.errors import BaseNeeded, MalformedObject
 from vllm_delta_sync.native.ctx_types import GAP_END, GAP_ESCAPE, TILE_ELEMENTS
 from vllm_delta_sync.wire import codec_rules, columns, ctx, ctx_model, ctx_tiles, frames
-from vllm_delta_sync.wire.codecs import (
-    Context,
-    EncodedBlock,
-    check_block,
-    ctx_header,
-    decode_block,
-    decode_tiles,
-    encode_block,
-)
+from vllm_delta_sync.wire.codecs import Context, check_block, ctx_header, decode_block, decode_tiles, encode_block
+from vllm_delta_sync.wire.encoded import EncodedBlock
 from vllm_delta_sync.wire.table import Block, VersionTable
 from vllm_delta_sync.wire.tensors import TensorSpec, split_blocks
 
