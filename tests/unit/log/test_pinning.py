@@ -9,6 +9,7 @@ import tiny_folds
 import tiny_log
 from hooked_store import HookedStore
 
+from tests.unit.log.replicas import assert_at
 from vllm_delta_sync.errors import Unavailable, VersionGap
 from vllm_delta_sync.log import DeltaLog, LogWriter, pinning, settling
 from vllm_delta_sync.log.replica import Replica
@@ -31,11 +32,6 @@ def replica_at(tiny: tiny_log.TinyLog, version: int) -> Replica:
     replica = Replica(tiny.log, tiny.base)
     replica.go_to(tiny.log.latest(), version)
     return replica
-
-
-def assert_at(replica: Replica, tiny: tiny_log.TinyLog, version: int) -> None:
-    assert replica.version == version
-    assert tiny_log.same(replica.tensors, tiny.models[version])
 
 
 @pytest.mark.parametrize("version", [0, 1, 2, 3])
