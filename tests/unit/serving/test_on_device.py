@@ -12,7 +12,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.unit.kernels.on_host import COMPILER, build
+from tests.unit.kernels.on_host import build, needs_compiler
 from tests.unit.serving import test_tiles as tiles
 from tests.unit.serving.fleet import Following
 from vllm_delta_sync import kernels, native
@@ -34,9 +34,6 @@ from vllm_delta_sync.wire.tensors import TensorSpec
 
 CPU = torch.device("cpu")
 SEED = Seed(2**63 + 5, 77)
-needs_compiler = pytest.mark.skipif(
-    COMPILER is None, reason="no C++ compiler on this machine to compile the kernels with"
-)
 
 
 @pytest.fixture(scope="module")
