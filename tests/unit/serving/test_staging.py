@@ -7,6 +7,7 @@ import tracemalloc
 import numpy as np
 import pytest
 import torch
+from table_rows import row_of
 
 from vllm_delta_sync import kernels, native
 from vllm_delta_sync.native.types import Bits
@@ -18,7 +19,6 @@ from vllm_delta_sync.wire import state_hash
 from vllm_delta_sync.wire.codecs import dense_block
 from vllm_delta_sync.wire.encoded import EncodedBlock
 from vllm_delta_sync.wire.sparse import gap_abs_block, gap_of
-from vllm_delta_sync.wire.table import Block
 from vllm_delta_sync.wire.tensors import TensorSpec
 
 BLOCKS, COUNT = 16, 1 << 16
@@ -56,15 +56,9 @@ def encoded(old: Bits, new: Bits) -> list[EncodedBlock]:
 def staged(region: Region, live: Bits, blocks: list[EncodedBlock]) -> tuple[Effect, LiveMemory]:
     flat = torch.from_numpy(live.view(np.int16)).view(torch.bfloat16)
     memory = LiveMemory([flat], kernels.select("auto", flat.device))
-    rows = [
-        Block(0, SPEC, n * COUNT, COUNT, made.codec, made.changed, 0, 0, (len(made.index), len(made.value)), made.raw,
-              made.digest())
-        for n, made in enumerate(blocks)
-    ]  # fmt: skip
-    payloads = [bytes(made.index) + bytes(made.value) for made in blocks]
-    pairs = list(zip(rows, payloads, strict=True))
+    pairs = [row_of(SPEC, made, n * COUNT, COUNT) for n, made in enumerate(blocks)]
     tracemalloc.reset_peak()
-    return stage(rows, pairs, [region], {"w": [0]}, {"w": SEED}, memory, 8 * SPEC.numel), memory
+    return stage([row for row, _ in pairs], pairs, [region], {"w": [0]}, {"w": SEED}, memory, 8 * SPEC.numel), memory
 
 
 def test_changes_take_eight_bytes_each_while_they_are_staged_and_one_block_more() -> None:
