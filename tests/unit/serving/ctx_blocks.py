@@ -26,7 +26,7 @@ MATRIX = TensorSpec("w", "BF16", (ROWS, COLUMNS))
 
 
 def ctx_block(dim: int, rate: float = 2e-5) -> tuple[Block, bytes, np.ndarray, Changes]:
-    """A whole matrix as one block cut along a dimension, with its old values and changes; a larger `rate` makes more of them."""
+    """A whole matrix as one block cut along a dimension, its old values and its changes: more for a larger `rate`."""
     rng = np.random.default_rng(dim)
     master = rng.normal(0, 0.02, MATRIX.numel).astype(np.float32)
     moved = master + rng.normal(0, rate, MATRIX.numel).astype(np.float32)
