@@ -7,7 +7,6 @@ ours. What an active engine does is in `attached`; here stand the private names 
 from __future__ import annotations
 
 import functools
-import logging
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -15,8 +14,6 @@ from vllm_delta_sync.errors import UnsupportedEngine
 
 if TYPE_CHECKING:
     from vllm_delta_sync.serving.attached import Attached
-
-logger = logging.getLogger("vllm.delta_sync")
 
 PLUGIN = "delta_sync"
 EXTENSIONS = ("vllm_delta_sync.WorkerExtension", "vllm_delta_sync.serving.extension.WorkerExtension")
