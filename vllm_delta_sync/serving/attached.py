@@ -230,14 +230,13 @@ class Attached:
                 self.gate.run_pending()
         status = self._controller.status
         if status.phase in (Phase.HALTED, Phase.POISONED):
-            raise _as_error((status.last_error or "").partition(":")[0], status.last_error or status.phase.value)
+            raise _as_error(status.last_cause, status.last_error or status.phase.value)
         if status.served is None:
             logger.warning("delta-sync: nothing is published at %s yet; serving the checkpoint", self.config.store.uri)
 
 
 def _require_queue(executor: Any) -> None:
-    """Only executors that send every call through one queue, in order, keep a commit between two steps "
-    "on every rank."""
+    """Raise UnsupportedEngine unless all calls go to the ranks through one queue, in order, as a commit needs it."""
     from vllm.v1.executor.multiproc_executor import MultiprocExecutor
     from vllm.v1.executor.uniproc_executor import ExecutorWithExternalLauncher, UniProcExecutor
 
@@ -245,13 +244,12 @@ def _require_queue(executor: Any) -> None:
         executor, (MultiprocExecutor, UniProcExecutor)
     ):
         raise UnsupportedEngine(
-            f"{type(executor).__name__} does not send all calls to the ranks through one queue, so a "
-            "commit cannot be placed "
-            "between two steps; use --distributed-executor-backend mp"
+            f"{type(executor).__name__} does not send all calls to the ranks through one queue, so a commit cannot be "
+            "placed between two steps; use --distributed-executor-backend mp"
         )
 
 
-def _as_error(cause: str, text: str) -> DeltaSyncError:
+def _as_error(cause: str | None, text: str) -> DeltaSyncError:
     """An error of the tree, from its label."""
     kinds = [DeltaSyncError]
     while kinds:

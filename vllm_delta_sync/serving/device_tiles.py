@@ -54,11 +54,11 @@ class DeviceTiles:
     decode: DecodeTiles
     regions: Sequence[Region]
     memory: LiveMemory
-    _waiting: list[_Waiting] = field(default_factory=list)
-    _changed: int = 0  # of the blocks that wait, at most
-    _sizes: int = 0  # elements of them
-    _tensor: str = ""
-    _elements: dict[int, torch.Tensor] = field(default_factory=dict)  # of regions of that tensor
+    _waiting: list[_Waiting] = field(init=False, default_factory=list)
+    _changed: int = field(init=False, default=0)  # of the blocks that wait, at most
+    _sizes: int = field(init=False, default=0)  # elements of them
+    _tensor: str = field(init=False, default="")
+    _elements: dict[int, torch.Tensor] = field(init=False, default_factory=dict)  # of regions of that tensor
 
     def take(self, block: Block, payload: Buffer, held: Sequence[int]) -> bool:
         """Take a block of floats of which the regions `held`, those of its tensor, hold the same columns of each row.
