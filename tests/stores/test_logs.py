@@ -9,10 +9,10 @@ import pytest
 import servers
 import tiny_log
 import torch
+from hub_buckets import unused
 from tiny_training import logged, state_of
 
 from tests.hub.process import WRITER, HubProcess
-from vllm_delta_sync.config import HfStoreConfig
 from vllm_delta_sync.errors import DeltaSyncError, PublishError, RivalWriter
 from vllm_delta_sync.log import DeltaLog, FoldSchedule, LogWriter, pointer
 from vllm_delta_sync.log.replica import Replica
@@ -99,12 +99,9 @@ class Follower:
         return ""
 
 
-_numbers = iter(range(1_000_000))
-
-
 @pytest.fixture
 def bucket(hub: HubProcess) -> Store:
-    return open_store(HfStoreConfig(bucket=f"tests/logs-{next(_numbers)}"))
+    return open_store(unused())
 
 
 # What is damaged here is compressed, and the client notices; tests/stores/test_hf.py has bytes that it does not notice.
