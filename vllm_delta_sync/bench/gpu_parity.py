@@ -5,6 +5,8 @@ Needs torch and numpy only; does not time anything.
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import numpy as np
 import torch
 from torch import Tensor
@@ -20,6 +22,7 @@ from vllm_delta_sync.native.ctx_types import CTX_WIDTHS
 SEED = Seed(0x0123456789ABCDEF, 0xFEDCBA9876543210)
 WIDTHS = (1, 2, 4, 8)
 DAMAGED = 9  # variants of a block
+SEGMENTS = 5  # of an update
 _NARROW = CtxGrid(9, 8, np.array([(0, 3), (3, 5)], np.int64))  # rows that begin anywhere
 _WIDE = CtxGrid(40, 83, np.array([(0, 36), (36, 36), (72, 11)], np.int64))
 
@@ -64,7 +67,8 @@ def _scatter(backend: Backend, width: int, n: int, rng: np.random.Generator) -> 
         return column.pin_memory() if no_room else column.to(backend.device)
 
     columns = [put(column) for column in (places, expected, values)]
-    segments = torch.tensor([[0, 0, 0, n]], device=backend.device)
+    ends = [n * part // SEGMENTS for part in range(SEGMENTS + 1)]  # of few elements, some are empty
+    segments = torch.tensor([[0, 0, *piece] for piece in pairwise(ends)], device=backend.device)
     assert int(backend.scatter_([live], segments, *columns)) == -1, f"{what}: live bits were not found as expected"
     wanted = host.clone()
     wanted[places.long()] = values

@@ -115,9 +115,9 @@ class LiveMemory:
         flat = self._flat[region.storage]
         return flat.element_size(), self._slot[region.storage], region.target_offset
 
-    def prepare(self, patch: Patch) -> kernels.Prepared:
-        """Bring a patch to where the kernels read it, so that a commit moves nothing else."""
-        return self._backend.prepare(patch)
+    def prepare(self, width: int, patch: Patch) -> kernels.Prepared:
+        """Bring a patch of elements of `width` bytes to where the kernels read it: a commit moves nothing else."""
+        return self._backend.prepare(self._targets[width], patch)
 
     def scatter(self, patches: Sequence[kernels.Prepared]) -> None:
         """Write all patches, or none.
@@ -130,7 +130,7 @@ class LiveMemory:
         written: list[kernels.Prepared] = []
         try:
             for patch in patches:
-                first = self._backend.scatter(self._targets[patch.width], patch)
+                first = self._backend.scatter(patch)
                 if first >= 0:
                     raise StrayWrite(
                         f"live element {first} of {patch.elements} was written by something else between staging and "
@@ -144,7 +144,7 @@ class LiveMemory:
     def _take_back(self, written: Sequence[kernels.Prepared], cause: BaseException) -> None:
         for patch in reversed(written):
             try:
-                first = self._backend.scatter(self._targets[patch.width], patch.reversed())
+                first = self._backend.scatter(patch.reversed())
             except Exception as error:
                 raise Poisoned(f"the kernel failed twice, and part of an update stays written: {error}") from cause
             if first >= 0:

@@ -81,7 +81,7 @@ class Draft:
         touched = tuple(sorted(self._lanes))
         lanes = np.array([self._lanes[index] for index in touched], dtype=np.uint32).reshape(-1, 4)
         patches = tuple(
-            self._memory.prepare(self._columns[width].patch())
+            self._memory.prepare(width, self._columns[width].patch())
             for width in sorted(self._columns)
             if self._columns[width].elements
         )

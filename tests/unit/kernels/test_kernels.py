@@ -78,9 +78,9 @@ def random_update(backend: kernels.Backend, width: int, n: int, key: int) -> Upd
 def test_a_patch_is_written_and_its_reverse_undoes_it(backend: kernels.Backend, width: int, n: int, key: int) -> None:
     update = random_update(backend, width, n, key)
     before = [target.clone() for target in update.targets]
-    assert backend.scatter(update.targets, backend.prepare(update)) == -1
+    assert backend.scatter(backend.prepare(update.targets, update)) == -1
     assert all(torch.equal(*pair) for pair in zip(update.targets, update.wanted, strict=True))
-    assert backend.scatter(update.targets, backend.prepare(update).reversed()) == -1
+    assert backend.scatter(backend.prepare(update.targets, update).reversed()) == -1
     assert all(torch.equal(*pair) for pair in zip(update.targets, before, strict=True))
 
 
@@ -93,7 +93,7 @@ def test_a_stray_write_is_found_and_nothing_is_written(
     before = [target.clone() for target in update.targets]
     strays = sorted({int(share * n), n - 1})
     update.expected[strays] ^= 0x40
-    assert backend.scatter(update.targets, backend.prepare(update)) == strays[0]
+    assert backend.scatter(backend.prepare(update.targets, update)) == strays[0]
     assert all(torch.equal(*pair) for pair in zip(update.targets, before, strict=True))
 
 
@@ -101,10 +101,10 @@ def test_a_large_patch_over_threads_is_all_or_nothing(backend: kernels.Backend) 
     update = random_update(backend, 2, 250_000, 1)
     before = [target.clone() for target in update.targets]
     update.expected[249_000] ^= 1
-    assert backend.scatter(update.targets, backend.prepare(update)) == 249_000
+    assert backend.scatter(backend.prepare(update.targets, update)) == 249_000
     assert all(torch.equal(*pair) for pair in zip(update.targets, before, strict=True))
     update.expected[249_000] ^= 1
-    assert backend.scatter(update.targets, backend.prepare(update)) == -1
+    assert backend.scatter(backend.prepare(update.targets, update)) == -1
     assert all(torch.equal(*pair) for pair in zip(update.targets, update.wanted, strict=True))
 
 
@@ -129,7 +129,7 @@ def test_a_patch_for_which_a_device_has_no_room_stays_in_pinned_memory(
     backend: kernels.Backend, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def no_room(host: np.ndarray, device: torch.device) -> torch.Tensor:
-        if host.ndim == 1:
+        if host.ndim == 1:  # a column, and not where they go
             raise torch.OutOfMemoryError("no room")
         return to_device(host, device)
 
@@ -139,9 +139,9 @@ def test_a_patch_for_which_a_device_has_no_room_stays_in_pinned_memory(
         monkeypatch.setattr(
             kernels.backend, "pinned", lambda host: pinned.append(host) or to_device(host, backend.device)
         )
-    prepared = backend.prepare(update)
+    prepared = backend.prepare(update.targets, update)
     assert len(pinned) == 3 or prepared.values.is_pinned()
-    assert backend.scatter(update.targets, prepared) == -1
+    assert backend.scatter(prepared) == -1
     assert all(torch.equal(*pair) for pair in zip(update.targets, update.wanted, strict=True))
 
 
