@@ -67,6 +67,7 @@ class GpuFigures:
     elements: int  # bf16
     changed: int
     copy_gb_s: float  # bytes read and bytes written, 10⁹ a second
+    upload_gb_s: float  # what is staged, from pageable host memory into an arena, 10⁹ bytes a second
     sectors_us_per_million: float  # to read and to write 10⁶ of SECTOR_BYTES at that speed: the limit of a commit
     backends: tuple[KernelSpeed, ...]
 
@@ -120,7 +121,10 @@ def measure(device: torch.device, elements: int, density: float, rounds: int = 7
             )
         )
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else str(device)
-    return GpuFigures(name, torch.__version__, elements, changed, copy / 1e9, sector * 1e12, tuple(speeds))
+    upload = _upload_speed(device, updates[0], rounds)
+    return GpuFigures(
+        name, torch.__version__, elements, changed, copy / 1e9, upload / 1e9, sector * 1e12, tuple(speeds)
+    )
 
 
 def _pieces(elements: int) -> Iterator[int]:
@@ -194,6 +198,20 @@ def _copy_speed(device: torch.device, elements: int, rounds: int) -> float:
     source = torch.ones(elements, dtype=torch.int16, device=device)
     target = torch.empty_like(source)
     return 2 * source.nbytes / _seconds(device, rounds, lambda: target.copy_(source))
+
+
+def _upload_speed(device: torch.device, update: Prepared, rounds: int) -> float:
+    """Bytes of a patch a second; `prepare` waits until they are there."""
+    columns = (update.offsets, update.expected, update.values)
+    host = [column.cpu().numpy().view(f"u{column.element_size()}") for column in columns]
+    patch = gpu_parity.Staged(update.places.numpy(), *host)
+    arena, backend = kernels.Arena(8 * update.elements + 4096, device), kernels.select("reference", device)
+
+    def stage() -> None:
+        arena.clear()
+        backend.prepare(update.targets, patch, arena)
+
+    return sum(column.nbytes for column in host) / _seconds(device, rounds, stage)
 
 
 def _seconds(device: torch.device, rounds: int, run: Callable[[], object]) -> float:

@@ -8,19 +8,21 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from functools import cache
-from typing import Literal, get_args
+from functools import cache, partial
+from typing import Any, Literal, get_args
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from vllm_delta_sync import native
 from vllm_delta_sync.errors import ConfigError
 from vllm_delta_sync.kernels import cpu, ctx, cuda, places, reference, triton
+from vllm_delta_sync.kernels.arena import Arena
 from vllm_delta_sync.kernels.ctx import CodedBlock, Decoded
 from vllm_delta_sync.kernels.patch import Patch, Prepared
-from vllm_delta_sync.kernels.upload import pinned, to_device
+from vllm_delta_sync.kernels.upload import as_integers, pinned, to_device, uploader
 from vllm_delta_sync.native import cuda as native_cuda
 from vllm_delta_sync.native.library import Loaded
 from vllm_delta_sync.native.types import I64, U32, Seed
@@ -46,21 +48,41 @@ class Backend:
     diff: Diff
     decode_tiles: DecodeTiles | None  # `kernels.ctx.decode`; None where the host decodes
 
-    def prepare(self, targets: Sequence[Tensor], patch: Patch) -> Prepared:
-        """Bring a patch of targets to where the kernels read it, through pinned memory; on a CPU it stays where it is.
+    def prepare(self, targets: Sequence[Tensor], patch: Patch, arena: Arena | None) -> Prepared:
+        """Bring a patch of targets to where the kernels read it: into an arena; on a CPU, without one, it stays put.
 
-        Waits until it is there, so that whoever scatters it may do so on any stream. Where a GPU has no room for it,
-        it stays in pinned memory, and its commit takes as long as the bus does.
+        A column for which there is no room goes into pinned memory of the host, and the commit takes as long as the bus
+        does. Waits until everything is there, so that whoever scatters it may do so on any stream.
         """
-        columns = (patch.offsets, patch.expected, patch.values)
-        places = to_device(self.place(targets, patch.segments), self.device)
-        try:
-            prepared = Prepared(tuple(targets), places, *(to_device(column, self.device) for column in columns))
-        except torch.OutOfMemoryError:
-            prepared = Prepared(tuple(targets), places, *(pinned(column) for column in columns))
+        bring: Callable[[NDArray[Any]], Tensor]
+        if arena is None:
+            assert self.device.type == "cpu", f"a patch for {self.device} needs room there"
+            bring = as_integers
+        else:
+            bring = partial(self._into, arena)
+        prepared = Prepared(
+            targets=tuple(targets),
+            places=bring(self.place(targets, patch.segments)),
+            offsets=bring(patch.offsets),
+            expected=bring(patch.expected),
+            values=bring(patch.values),
+            turn=0 if arena is None else arena.turn,
+        )
+        self.settle()
+        return prepared
+
+    def _into(self, arena: Arena, column: NDArray[Any]) -> Tensor:
+        integers = as_integers(column)
+        room = arena.cut(tuple(integers.shape), integers.dtype)
+        if room is None:
+            return pinned(column)
+        uploader(self.device).copy(column, room)
+        return room
+
+    def settle(self) -> None:
+        """Wait for what the current stream was given."""
         if self.device.type == "cuda":
             torch.cuda.current_stream(self.device).synchronize()
-        return prepared
 
     def scatter_(
         self, targets: Sequence[Tensor], segments: Tensor, offsets: Tensor, expected: Tensor, values: Tensor
@@ -80,13 +102,9 @@ class Backend:
     def aside(self) -> AbstractContextManager[object]:
         """Within it the device works on a stream of its own: it does not wait for the model's steps, nor they for it.
 
-        What was queued on the default stream before comes first.
+        Nothing else writes what is read there: a step writes no weights, and a commit is over when `scatter` returns.
         """
-        if self.device.type != "cuda":
-            return nullcontext()
-        side = _side_stream(self.device)
-        side.wait_stream(torch.cuda.default_stream(self.device))
-        return torch.cuda.stream(side)
+        return torch.cuda.stream(_side_stream(self.device)) if self.device.type == "cuda" else nullcontext()
 
     def hash(self, bits: Tensor, start: int, seed: Seed) -> U32:
         """Lanes u32 [4] of elements start … start+n−1; bits: a contiguous 1-D tensor of `device`."""

@@ -35,6 +35,7 @@ class Prepared:
     offsets: Tensor  # i32 [n]
     expected: Tensor  # [n]; together with the others it is what undoes the patch
     values: Tensor  # [n]
+    turn: int = 0  # of the arena that holds them; when it has another one, they are gone
 
     @property
     def elements(self) -> int:

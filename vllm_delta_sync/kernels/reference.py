@@ -28,7 +28,6 @@ def write(patch: Prepared) -> Tensor:
 
     Compares everything before it writes anything, so there is nothing to undo.
     """
-    outcome = torch.full((), -1, dtype=torch.int64, device=patch.places.device)
     places = []
     for target, base, first, last in patch.places.tolist():
         live = patch.targets[target]
@@ -39,11 +38,11 @@ def write(patch: Prepared) -> Tensor:
         where = (part.view(torch.int32).to(torch.int64) & 0xFFFFFFFF) + base
         wrong = (live[where] != was).nonzero()
         if wrong.numel():
-            return outcome.copy_(wrong[0, 0] + first)
+            return torch.tensor(int(wrong[0, 0]) + first, dtype=torch.int64)
         places.append((live, where, new))
     for live, where, new in places:
         live[where] = new
-    return outcome
+    return torch.tensor(-1, dtype=torch.int64)
 
 
 def diff(before: Tensor, after: Tensor, advance: bool) -> tuple[Tensor, Tensor, Tensor]:

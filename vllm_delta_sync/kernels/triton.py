@@ -47,13 +47,14 @@ def write(patch: Prepared) -> Tensor:
     """
     from vllm_delta_sync.kernels import triton_kernels as kernels
 
+    if not len(patch.places):
+        return torch.tensor(-1, dtype=torch.int64)
     none = torch.iinfo(torch.int64).max
-    first = torch.full((), none, dtype=torch.int64, device=patch.places.device)
-    if len(patch.places):
-        offsets = patch.offsets.view(torch.int32)
-        grid = (len(patch.places),)
-        kernels.compare[grid](patch.places, offsets, patch.expected, first, none, TILE)
-        kernels.write[grid](patch.places, offsets, patch.values, first, none, TILE)
+    first = torch.full((), none, dtype=torch.int64, device=patch.targets[0].device)
+    offsets = patch.offsets.view(torch.int32)
+    grid = (len(patch.places),)
+    kernels.compare[grid](patch.places, offsets, patch.expected, first, none, TILE)
+    kernels.write[grid](patch.places, offsets, patch.values, first, none, TILE)
     return torch.where(first == none, -1, first)
 
 

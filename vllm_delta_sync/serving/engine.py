@@ -54,7 +54,7 @@ def install() -> None:
     if missing:
         _problem = f"this vLLM lacks {', '.join(missing)}; the versions supported are 0.29 to 0.33"
         return
-    _wrap(EngineCore, "_initialize_kv_caches", _attach_after)
+    _wrap(EngineCore, "_initialize_kv_caches", _attach_around)
     _wrap(EngineCore, "preprocess_add_request", _salt_before)
     _wrap(EngineCore, "step", _run_pending_before)
     _wrap(EngineCore, "step_with_batch_queue", _run_pending_before)
@@ -119,19 +119,21 @@ def _wrap(cls: type, name: str, make: Callable[[Callable[..., Any]], Callable[..
     setattr(cls, name, functools.wraps(original)(make(original)))
 
 
-def _attach_after(original: Callable[..., Any]) -> Callable[..., Any]:
+def _attach_around(original: Callable[..., Any]) -> Callable[..., Any]:
     def initialize_kv_caches(core: Any, *args: Any, **kwargs: Any) -> Any:
-        result = original(core, *args, **kwargs)
-        if is_ours(core.vllm_config):
-            from vllm_delta_sync.serving.attached import Attached
+        if not is_ours(core.vllm_config):
+            return original(core, *args, **kwargs)
+        from vllm_delta_sync.serving.attached import Attached
 
-            ours = Attached(core)
+        ours = Attached(core)
+        try:
+            ours.ops.reserve()  # the model is loaded, and what is left will be the KV cache's
+            result = original(core, *args, **kwargs)
             core.__dict__[_ATTRIBUTE] = ours
-            try:
-                ours.start()
-            except BaseException:
-                ours.stop()
-                raise
+            ours.start()
+        except BaseException:
+            ours.stop()
+            raise
         return result
 
     return initialize_kv_caches

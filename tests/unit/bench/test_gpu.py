@@ -22,7 +22,7 @@ def test_it_compares_every_backend_and_times_all_but_the_reference(tmp_path: Pat
     out = tmp_path / "gpu.json"
     gpu.main(["--device", "cpu", "--elements", "200000", "--largest-check", "2000", "--out", str(out)])
     figures = json.loads(out.read_text())
-    assert 1000 < figures["changed"] < 3000 and figures["copy_gb_s"] > 0
+    assert 1000 < figures["changed"] < 3000 and figures["copy_gb_s"] > 0 and figures["upload_gb_s"] > 0
     assert [speed["name"] for speed in figures["backends"]] == [
         backend.name for backend in gpu.backends(CPU) if not backend.name.startswith("reference")
     ]
