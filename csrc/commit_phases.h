@@ -1,6 +1,7 @@
 // The commit by a grid of threads, as phases with a barrier of the whole grid behind each: a GPU runs them in one launch and a host can.
-// Compares every live element with what is expected, then writes all of them or none, so that nothing needs undoing. Does not launch
-// anything, and does not check addresses: whoever staged the update did.
+// Writes every live element, or none if one of them is not as expected. One pass: to compare all before any is written would bring each
+// line twice, since an update of millions of elements touches more than a cache holds. Does not launch anything, and does not check
+// addresses: whoever staged the update did.
 #pragma once
 
 #include "vds_core.h"
@@ -46,26 +47,34 @@ VDS_HD inline void lower(Index* to, Index found) {
 #endif
 }
 
-// *first becomes the lowest element whose live bits are not as expected, and nothing is written; or kNone, and everything is. It is
-// set by the launch itself, which costs a barrier and no operation of its own on the stream. `grid` calls a phase with the number of
-// each of its threads, then waits for all of them; grid.last() does not wait.
+// *first becomes kNone when everything is written; or the lowest element whose live bits were not as expected, and then all is as it was.
+// It is set by the launch itself, which costs a barrier and no operation of its own on the stream. `grid` calls a phase with the number
+// of each of its threads, then waits for all of them; grid.last() does not wait. Grid::Own keeps a number for each thread.
 template <typename T, typename Grid>
 VDS_HD void run(const Update<T>& update, Index* first, const Grid& grid) {
   const int64_t stride = grid.threads();
+  typename Grid::Own stopped(grid);
   grid([&](int64_t thread) {
     if (thread == 0) *first = kNone;
   });
   grid([&](int64_t thread) {
-    for (int64_t i = thread; i < update.n; i += stride) {
-      const T* const live = target(update, i);
-      if (live != nullptr && *live != update.expected[i]) lower(first, static_cast<Index>(i));
+    int64_t i = thread;
+    for (; i < update.n; i += stride) {
+      T* const live = target(update, i);
+      if (live == nullptr) continue;
+      if (*live != update.expected[i]) {
+        lower(first, static_cast<Index>(i));
+        break;
+      }
+      *live = update.values[i];
     }
+    stopped[thread] = i;
   });
   grid.last([&](int64_t thread) {
-    if (*first != kNone) return;
-    for (int64_t i = thread; i < update.n; i += stride) {
+    if (*first == kNone) return;
+    for (int64_t i = thread; i < stopped[thread]; i += stride) {  // what was written was compared equal to `expected` first
       T* const live = target(update, i);
-      if (live != nullptr) *live = update.values[i];
+      if (live != nullptr) *live = update.expected[i];
     }
   });
 }

@@ -3,6 +3,7 @@
 #pragma once
 
 #include <cstdint>
+#include <vector>
 
 namespace vds {
 
@@ -18,6 +19,12 @@ struct HostTeam {
 
 // The same of a whole grid.
 struct HostGrid {
+  struct Own {
+    std::vector<int64_t> values;
+    explicit Own(const HostGrid& grid) : values(static_cast<size_t>(grid.count)) {}
+    int64_t& operator[](int64_t thread) { return values[static_cast<size_t>(thread)]; }
+  };
+
   int64_t count;
   bool backwards = false;
 

@@ -11,6 +11,12 @@ constexpr int kThreads = 256;
 
 // Phases with a barrier of the whole grid behind each.
 struct Grid {
+  struct Own {
+    int64_t value = 0;
+    __device__ explicit Own(const Grid&) {}
+    __device__ int64_t& operator[](int64_t) { return value; }
+  };
+
   __device__ int64_t threads() const { return static_cast<int64_t>(gridDim.x) * blockDim.x; }
 
   template <typename Phase>

@@ -39,7 +39,7 @@ class KernelSpeed:
 
     name: str
     reason: str
-    commit_us_per_million: float  # compare and write, per 10⁶ changed elements
+    commit_us_per_million: float  # one launch (of Triton, two), per 10⁶ changed elements
     commit_over_limit: float  # that over sectors_us_per_million
     hash_gb_s: float
     hash_share: float  # of copy_gb_s

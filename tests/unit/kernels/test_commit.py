@@ -90,17 +90,20 @@ def test_one_launch_writes_what_the_cpu_writes_and_its_reverse_undoes_it(
     lengths=st.lists(st.integers(1, 150), min_size=1, max_size=7),
     seed=st.integers(0, 99),
     strays=st.lists(st.floats(0, 1, exclude_max=True), min_size=1, max_size=3),
+    new=st.booleans(),
     backwards=st.booleans(),
 )
 def test_one_element_that_is_not_as_expected_anywhere_is_named_and_nothing_is_written(
-    library: HostLibrary, width: int, lengths: list[int], seed: int, strays: list[float], backwards: bool
+    library: HostLibrary, width: int, lengths: list[int], seed: int, strays: list[float], new: bool, backwards: bool
 ) -> None:
     prepared, _ = patch(width, lengths, seed)
     before = [target.clone() for target in prepared.targets]
     found = sorted({int(share * prepared.elements) for share in strays})
-    expected = prepared.expected.clone()
+    expected, values = prepared.expected.clone(), prepared.values.clone()
     expected[found] ^= 2
-    strayed = dataclasses.replace(prepared, expected=expected)
+    if new:  # whatever wrote there wrote what the update would
+        values[found] = prepared.expected[found]
+    strayed = dataclasses.replace(prepared, expected=expected, values=values)
     assert commit(library, strayed, backwards) == on_cpu(strayed)[0] == found[0]
     assert all(torch.equal(*pair) for pair in zip(prepared.targets, before, strict=True))
     assert commit(library, prepared, backwards) == -1, "what one launch found is nothing to the next"
