@@ -1,4 +1,4 @@
-// The commit: one cooperative launch, of as many blocks as run at once. All it does is in commit_phases.h, which a host runs too.
+// The commit: one cooperative launch, of no more blocks than run at once. All it does is in commit_phases.h, which a host runs too.
 #include <cooperative_groups.h>
 
 #include "../commit_phases.h"
@@ -8,6 +8,7 @@ namespace {
 
 using namespace vds::commit;
 constexpr int kThreads = 256;
+constexpr int kEach = 4;  // blocks of a multiprocessor, half of its threads: what runs there on other streams need not end first
 
 // Phases with a barrier of the whole grid behind each.
 struct Grid {
@@ -36,14 +37,14 @@ __global__ void __launch_bounds__(kThreads) write(Update<T> update, Index* first
   run(update, first, Grid{});
 }
 
-// Blocks that a device runs at once: more cannot wait for each other. Under MPS, of the part of the device that the process may use.
+// Blocks that a device runs at once: more cannot wait for each other. Under MIG and MPS, of the part that the process may use.
 template <typename T>
 cudaError_t most_blocks(int64_t* blocks) {
   int device = 0, processors = 0, each = 0;
   cudaError_t status = cudaGetDevice(&device);
   if (status == cudaSuccess) status = cudaDeviceGetAttribute(&processors, cudaDevAttrMultiProcessorCount, device);
   if (status == cudaSuccess) status = cudaOccupancyMaxActiveBlocksPerMultiprocessor(&each, write<T>, kThreads, 0);
-  *blocks = static_cast<int64_t>(processors) * each;
+  *blocks = static_cast<int64_t>(processors) * (each < kEach ? each : kEach);
   return status;
 }
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache, partial
 from typing import Any, Literal, get_args
 
@@ -130,12 +130,12 @@ def select(policy: Policy, device: torch.device | str, threads: int = 1) -> Back
         "native": lambda: _native(device, threads),
         "triton": lambda: _triton(device),
     }
-    missing = []
+    missing: list[str] = []
     for name, make in makers.items():
         if policy in ("auto", name):
             made = make()
             if isinstance(made, Backend):
-                return made
+                return replace(made, reason="; ".join([*missing, made.reason]))
             missing.append(made)
     why = "; ".join(missing)
     if policy != "auto":

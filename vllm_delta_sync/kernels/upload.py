@@ -31,7 +31,8 @@ class Uploader:
     def __init__(self, device: torch.device) -> None:
         on_gpu = device.type == "cuda"
         self._buffers = torch.empty((2, BUFFER_BYTES), dtype=torch.uint8, pin_memory=on_gpu)
-        self._read = [torch.cuda.Event() for _ in self._buffers] if on_gpu else []  # type: ignore[no-untyped-call]
+        # Blocking: whoever waits for one sleeps, and leaves the core to the threads that serve.
+        self._read = [torch.cuda.Event(blocking=True) for _ in self._buffers] if on_gpu else []  # type: ignore[no-untyped-call]
         self._turn = 0
         self._lock = threading.Lock()
 

@@ -94,6 +94,11 @@ def require_installed(vllm_config: Any, environ: Mapping[str, str]) -> None:
             "memory that is not there; serve without it"
         )
     parallel = vllm_config.parallel_config
+    if parallel.decode_context_parallel_size > 1 and getattr(parallel, "dcp_q_replicate", False):
+        raise UnsupportedEngine(
+            "decode context parallel with replicated queries keeps a copy of weights that updates would not reach, and "
+            "would serve those of two versions; serve with --no-dcp-q-replicate or --decode-context-parallel-size 1"
+        )
     experts = parallel.enable_expert_parallel or getattr(vllm_config.model_config, "is_moe", False)
     if parallel.data_parallel_size > 1 and experts:
         raise UnsupportedEngine(

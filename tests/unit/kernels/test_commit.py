@@ -138,3 +138,6 @@ def test_a_device_whose_blocks_cannot_wait_for_each_other_gets_no_native_kernels
     assert kernels.select("native", "cuda:0").name == "native (cuda)"
     with pytest.raises(kernels.backend.ConfigError, match="cuda:1 cannot launch a grid whose blocks wait"):
         kernels.select("native", "cuda:1")
+    monkeypatch.setattr(kernels.triton, "why_not", lambda device: None)
+    instead = kernels.select("auto", "cuda:1")
+    assert instead.name == "triton" and "cuda:1 cannot launch a grid" in instead.reason
