@@ -43,6 +43,16 @@ class EngineWork:
         self._labels: deque[tuple[int, str]] = deque()  # (batches in flight that still belong to the one before, label)
         self._encoder_stale = False
 
+    def reserve(self) -> None:
+        """Have the ranks set device memory aside.
+
+        Raises:
+            ConfigError: one has not as much left.
+        """
+        most = max(result["bytes"] for result in self._call("delta_sync_reserve"))
+        if most:
+            logger.info("delta-sync: %.0f MiB of each device are set aside for updates", most / (1 << 20))
+
     def open(self, address: str, authkey: bytes) -> int:
         """Connect the ranks; returns how many there are."""
         busy = frozenset().union(*(result["cores"] for result in self._call("delta_sync_cores")))
@@ -162,7 +172,7 @@ class Attached:
     """The parts, wired to one engine core.
 
     Args:
-        core: an EngineCore whose model is loaded and whose KV cache is sized.
+        core: an EngineCore whose model is loaded.
     """
 
     def __init__(self, core: Any) -> None:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import time
 from collections import defaultdict
 from collections.abc import Callable
-from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -21,11 +20,13 @@ from vllm_delta_sync.log.cache import NodeCache
 from vllm_delta_sync.log.fetcher import Fetcher
 from vllm_delta_sync.serving import course, effects
 from vllm_delta_sync.serving import messages as msg
+from vllm_delta_sync.serving.books import Books, Staged
 from vllm_delta_sync.serving.effects import Ground
 from vllm_delta_sync.serving.layout import Layout, trace
 from vllm_delta_sync.serving.memory import LiveMemory
 from vllm_delta_sync.serving.messages import Lanes, Place
 from vllm_delta_sync.serving.needs import needs_of
+from vllm_delta_sync.serving.reserve import Reserve
 from vllm_delta_sync.serving.running_lanes import RunningLanes
 from vllm_delta_sync.serving.staging import Effect
 from vllm_delta_sync.serving.stopwatch import Stopwatch
@@ -36,30 +37,15 @@ from vllm_delta_sync.wire.manifest import ObjectRef
 from vllm_delta_sync.wire.table import VersionTable
 
 
-@dataclass(frozen=True)
-class _Books:
-    """What live memory holds: a version of the run (None: weights of no version), and the hash of every tensor."""
-
-    place: Place | None
-    hashes: Lanes  # uint32 [tensors, 4]
-
-
-@dataclass(frozen=True)
-class _Staged:
-    hop: Hop
-    before: _Books
-    after: _Books
-    effect: Effect
-
-
 class Rank:
     """See the module. Errors are those of the tree in `errors`; after any of them live memory is as it was.
 
     Args:
         number: this rank's number in the engine; rank 0 also checks state roots.
         backend: makes the kernels for the device that holds the weights.
-        max_staged_bytes: what the changes of one step may take in host memory.
+        max_staged_bytes: what the changes of one step may take.
         cache: what the ranks of this node share of what they fetch.
+        device_staged_bytes: of that, what a device that is not the CPU sets aside; None for a share of the weights.
     """
 
     def __init__(
@@ -68,20 +54,29 @@ class Rank:
         backend: Callable[[torch.device], kernels.Backend],
         max_staged_bytes: int,
         cache: NodeCache | None,
+        device_staged_bytes: int | None = None,
     ) -> None:
         self.number = number
         self._make_backend = backend
         self._max_staged_bytes = max_staged_bytes
+        self._device_staged_bytes = device_staged_bytes
         self._cache = cache
+        self._reserve: Reserve | None = None
         self._fetcher: Fetcher | None = None
         self.log: DeltaLog | None = None
         self.base: VersionTable | None = None
         self.layout: Layout | None = None
         self.memory: LiveMemory | None = None
-        self._books: _Books | None = None
-        self._staged: _Staged | None = None
-        self._undo: _Staged | None = None
+        self._books: Books | None = None
+        self._staged: Staged | None = None
+        self._undo: Staged | None = None
         self._running: RunningLanes | None = None  # of the layout
+
+    def set_aside(self, model: torch.nn.Module) -> Reserve:
+        """Main thread: take what following needs of the device before the KV cache does, once. Raises ConfigError."""
+        if self._reserve is None:
+            self._reserve = Reserve.beside(model, self._make_backend, self._device_staged_bytes, self._max_staged_bytes)
+        return self._reserve
 
     # --- joining -----------------------------------------------------------------------------------------------------
     def load_base(self, log: DeltaLog, base: ObjectRef) -> bool:
@@ -110,9 +105,11 @@ class Rank:
         assert self.base is not None
         self.layout = trace(model, self.base.tensors)
         flat = self.layout.flat_tensors(model)
-        device = flat[0].device if flat else torch.device("cpu")
-        self.backend = self._make_backend(device)
-        self.memory = LiveMemory(flat, self.backend)
+        reserve = self.set_aside(model)
+        reserve.open_work()
+        self.backend = reserve.backend
+        self.backend.settle()  # loading the model may have left something under way
+        self.memory = LiveMemory(flat, self.backend, reserve.arena)
         self._places = self.layout.places(model)
         self._regions_of: dict[str, list[int]] = defaultdict(list)
         for index, region in enumerate(self.layout.regions):
@@ -130,7 +127,7 @@ class Rank:
         assert self._running is not None and self.log is not None and self.layout is not None and self.base is not None
         self._running.name(place.version if place else None)
         self._fetcher = Fetcher(self.log.store, self._cache, needs_of(self.layout.regions, self.base.tensors))
-        self._books = _Books(place, lanes)
+        self._books = Books(place, lanes)
 
     # --- following ---------------------------------------------------------------------------------------------------
     def stage(self, hop: Hop) -> msg.Staged:
@@ -152,7 +149,7 @@ class Rank:
             self._check_root(hop, hashes)
         changed = np.flatnonzero((hashes != books.hashes).any(axis=1))
         failure = fetcher.take_cache_failure()
-        self._staged = _Staged(hop, books, _Books(Place(hop.to, hop.target, hop.after), hashes), effect)
+        self._staged = Staged(hop, books, Books(Place(hop.to, hop.target, hop.after), hashes), effect)
         return msg.Staged(
             version=hop.to,
             regions=effect.regions,
@@ -226,7 +223,7 @@ class Rank:
         return None if self._staged is None else self._staged.hop.to
 
     # --- parts -------------------------------------------------------------------------------------------------------
-    def _write(self, effect: Effect, books: _Books, *, undo: bool) -> None:
+    def _write(self, effect: Effect, books: Books, *, undo: bool) -> None:
         assert self.memory is not None and self._running is not None
         patches = [patch.reversed() if undo else patch for patch in effect.patches]
         lanes = np.negative(effect.lanes) if undo else effect.lanes

@@ -81,12 +81,8 @@ class Draft:
     def effect(self) -> Effect:
         touched = tuple(sorted(self._lanes))
         lanes = np.array([self._lanes[index] for index in touched], dtype=np.uint32).reshape(-1, 4)
-        patches = tuple(
-            self._memory.prepare(self._columns[width].patch())
-            for width in sorted(self._columns)
-            if self._columns[width].elements
-        )
-        return Effect(patches, touched, lanes)
+        filled = {width: columns.patch() for width, columns in sorted(self._columns.items()) if columns.elements}
+        return Effect(self._memory.prepare(filled), touched, lanes)
 
 
 class _Columns:

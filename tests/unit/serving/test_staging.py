@@ -86,7 +86,7 @@ def test_what_is_staged_does_not_depend_on_how_many_changes_are_looked_at_at_a_t
     old, new = (bits.reshape(SPEC.shape)[:, : region.numel // BLOCKS].reshape(-1).copy() for bits in step())
     effect, memory = staged(region, old, encoded(*step()))
     (patch,) = effect.patches
-    assert len(patch.segments) == 1  # one region is one segment, or the kernel cannot read ahead
+    assert len(patch.places) == 1  # one region is one segment, or the kernel cannot read ahead
     was = memory.hash(region, "BF16", SEED)
     memory.scatter(effect.patches)
     assert np.array_equal(old, new) and np.array_equal(was + effect.lanes[0], memory.hash(region, "BF16", SEED))
