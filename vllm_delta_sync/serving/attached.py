@@ -84,7 +84,10 @@ class EngineWork:
             trusted = self._roll_back(version)
             return Committed(version, time.perf_counter() - begin, (error.cause, str(error)), trusted)
         self._set_label(str(version))
-        self._treat_caches()
+        try:
+            self._treat_caches()
+        except Exception:  # of vLLM's own: the weights are committed, and the server must not end for it
+            logger.exception("delta-sync: version %d is served, but what vLLM caches of requests stays", version)
         return Committed(version, time.perf_counter() - begin)
 
     def adopt(self, run: str, version: int) -> None:
