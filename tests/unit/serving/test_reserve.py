@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -15,6 +16,7 @@ from tests.unit.serving.test_attached import Core, work
 from vllm_delta_sync import kernels
 from vllm_delta_sync.errors import ConfigError, StateError
 from vllm_delta_sync.kernels.upload import to_device
+from vllm_delta_sync.native import Seed
 from vllm_delta_sync.serving import attached, engine, reserve
 from vllm_delta_sync.serving.memory import LiveMemory, Patch
 from vllm_delta_sync.serving.rank import Rank
@@ -40,18 +42,29 @@ def test_an_arena_takes_what_the_settings_say_or_a_share_of_the_weights(
     assert staged_bytes(weights_bytes, wanted, most) == found
 
 
-def on_meta(device: torch.device) -> kernels.Backend:
-    return kernels.select("auto", META)
-
-
 def test_a_device_gives_the_arena_for_good_and_room_to_work_in_until_the_kv_cache_is_sized() -> None:
-    rank = Rank(0, on_meta, 1 << 30, None)
-    model = torch.nn.Linear(4096, 4096, bias=False)
+    launched = []
+
+    def write(patch: kernels.Prepared) -> torch.Tensor:
+        launched.append((patch.width, patch.elements))
+        return torch.tensor(-1)
+
+    def state_hash(bits: torch.Tensor, start: int, seed: Seed) -> torch.Tensor:
+        launched.append((bits.element_size(), -1))
+        return torch.zeros(4)
+
+    backend = dataclasses.replace(kernels.select("auto", META), write=write, state_hash=state_hash)
+    rank = Rank(0, lambda device: backend, 1 << 30, None)
+    model = torch.nn.ModuleList([torch.nn.Linear(4096, 4096, bias=False), torch.nn.Linear(8, 8, dtype=torch.bfloat16)])
+    size = sum(weight.nbytes for weight in model.parameters())
     held = rank.set_aside(model)
-    assert held.nbytes == model.weight.nbytes // reserve.SHARE + WORK_BYTES
+    assert held.nbytes == size // reserve.SHARE + WORK_BYTES
     assert rank.set_aside(model) is held
+    assert launched == [(2, 1), (2, -1), (4, 1), (4, -1)], (
+        "kernels of the widths there are, once, before anything waits"
+    )
     held.open_work()
-    assert held.nbytes == model.weight.nbytes // reserve.SHARE
+    assert held.nbytes == size // reserve.SHARE
 
 
 def test_nothing_is_set_aside_of_a_cpu() -> None:
