@@ -15,6 +15,7 @@ from tests.unit.serving.fleet import Following, publish, weights
 from tests.unit.serving.test_attached import Core, work
 from vllm_delta_sync import kernels
 from vllm_delta_sync.errors import ConfigError, StateError
+from vllm_delta_sync.kernels.arena import ALIGNED
 from vllm_delta_sync.kernels.upload import to_device
 from vllm_delta_sync.native import Seed
 from vllm_delta_sync.serving import attached, engine, reserve
@@ -107,6 +108,19 @@ def test_ranks_follow_and_go_back_by_what_lies_in_their_arenas(
     for rank in served.ranks:
         rank.rollback(3)
     assert served.serves(states[2])
+
+
+@pytest.mark.parametrize("segments", [1, 20])
+def test_a_change_takes_eight_bytes_of_an_arena_and_its_segment_thirty_two(segments: int) -> None:
+    count, arena = 1000 * segments, kernels.Arena(1 << 20, CPU)
+    memory = LiveMemory([torch.zeros(count, dtype=torch.bfloat16)], kernels.select("auto", CPU), arena)
+    ends = np.arange(0, count + 1, 1000)
+    rows = np.stack([np.zeros(segments, np.int64), ends[:-1], ends[:-1], ends[1:]], axis=1)
+    zeros = np.zeros(count, np.uint16)
+    (prepared,) = memory.prepare({2: Patch(rows, np.tile(np.arange(1000, dtype=np.uint32), segments), zeros, zeros)})
+    columns = (prepared.places, prepared.offsets, prepared.expected, prepared.values)
+    assert sum(column.nbytes for column in columns) == 8 * count + 32 * segments
+    assert arena._used < 8 * count + 32 * segments + 3 * ALIGNED
 
 
 def patch(value: int) -> Patch:
