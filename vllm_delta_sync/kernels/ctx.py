@@ -96,8 +96,9 @@ class Launch:
     def results(self) -> list[Decoded | None]:
         """Of each block, in order; waits for the device."""
         device, width = self._steps.device, self._steps.element_size()
-        room = torch.from_numpy(self._jobs[:, 1].copy())
-        owner = torch.repeat_interleave(torch.arange(len(self._jobs)), room).to(device)
+        room = to_device(self._jobs[:, 1].copy(), device)
+        jobs = torch.arange(len(self._jobs), device=device)
+        owner = torch.repeat_interleave(jobs, room, output_size=self._steps.numel())
         order = torch.argsort(owner << 32 | self._positions.to(torch.int64) & 0xFFFFFFFF)
         positions = self._positions[order].cpu().numpy().view(np.uint32)
         steps = self._steps[order].cpu().numpy().view(WIDTHS[width])

@@ -28,6 +28,7 @@ def write(patch: Prepared) -> Tensor:
 
     Compares everything before it writes anything, so there is nothing to undo.
     """
+    device = patch.targets[0].device if patch.targets else torch.device("cpu")
     places = []
     for target, base, first, last in patch.places.tolist():
         live = patch.targets[target]
@@ -38,11 +39,11 @@ def write(patch: Prepared) -> Tensor:
         where = (part.view(torch.int32).to(torch.int64) & 0xFFFFFFFF) + base
         wrong = (live[where] != was).nonzero()
         if wrong.numel():
-            return torch.tensor(int(wrong[0, 0]) + first, dtype=torch.int64)
+            return torch.tensor(int(wrong[0, 0]) + first, dtype=torch.int64)  # known by now, and nothing is under way
         places.append((live, where, new))
     for live, where, new in places:
         live[where] = new
-    return torch.tensor(-1, dtype=torch.int64)
+    return torch.full((), -1, dtype=torch.int64, device=device)  # behind what was written: who reads it waits for that
 
 
 def diff(before: Tensor, after: Tensor, advance: bool) -> tuple[Tensor, Tensor, Tensor]:

@@ -47,7 +47,7 @@ class Uploader:
                 if self._read:
                     self._read[self._turn].synchronize()
                 buffer.copy_(some)
-                to[at : at + BUFFER_BYTES].copy_(buffer, non_blocking=True)
+                to[at : at + BUFFER_BYTES].copy_(buffer, non_blocking=bool(self._read))
                 if self._read:
                     self._read[self._turn].record()
 

@@ -7,11 +7,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+import numpy as np
 import torch
 
 from vllm_delta_sync import kernels
 from vllm_delta_sync.errors import ConfigError
-from vllm_delta_sync.kernels.upload import uploader
+from vllm_delta_sync.kernels.upload import to_device, uploader
+from vllm_delta_sync.native.types import WIDTHS, Seed
+from vllm_delta_sync.serving.memory import Patch
 
 LEAST = 1 << 20  # bytes of an arena: that of a small model still holds where elements go
 SHARE = 16  # of the weights' bytes one: at eight bytes a change, 1.6 % of bf16 elements
@@ -67,7 +70,11 @@ class Reserve:
         """On the device of a model's weights, as `staged_bytes` says."""
         weights = list(model.parameters())
         backend = make_backend(weights[0].device if weights else torch.device("cpu"))
-        return cls(backend, staged_bytes(sum(weight.nbytes for weight in weights), wanted, most))
+        made = cls(backend, staged_bytes(sum(weight.nbytes for weight in weights), wanted, most))
+        if made.arena is not None:
+            for width in sorted({weight.element_size() for weight in weights}):
+                _rehearse(backend, made.arena, width)
+        return made
 
     @property
     def nbytes(self) -> int:
@@ -77,3 +84,17 @@ class Reserve:
     def open_work(self) -> None:
         """The KV cache has its memory: leave to torch's allocator what staging will ask it for."""
         self._work = None
+
+
+def _rehearse(backend: kernels.Backend, arena: kernels.Arena, width: int) -> None:
+    """A commit of one element, and a hash: no step is to wait for what the first launch of a kernel compiles and loads.
+
+    Raises what the kernels do on a device that they cannot serve after all.
+    """
+    column = np.zeros(1, WIDTHS[width])
+    live = to_device(column, backend.device)
+    patch = Patch(np.array([[0, 0, 0, 1]], np.int64), np.zeros(1, np.uint32), column, column)
+    stray = backend.scatter(backend.prepare([live], patch, arena))
+    assert stray == -1, f"{backend.name}: a commit of one element to {backend.device} found {stray} unlike itself"
+    backend.hash(live, 0, Seed(0, 0))
+    arena.clear()

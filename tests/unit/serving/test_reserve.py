@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -14,7 +15,9 @@ from tests.unit.serving.fleet import Following, publish, weights
 from tests.unit.serving.test_attached import Core, work
 from vllm_delta_sync import kernels
 from vllm_delta_sync.errors import ConfigError, StateError
+from vllm_delta_sync.kernels.arena import ALIGNED
 from vllm_delta_sync.kernels.upload import to_device
+from vllm_delta_sync.native import Seed
 from vllm_delta_sync.serving import attached, engine, reserve
 from vllm_delta_sync.serving.memory import LiveMemory, Patch
 from vllm_delta_sync.serving.rank import Rank
@@ -40,18 +43,29 @@ def test_an_arena_takes_what_the_settings_say_or_a_share_of_the_weights(
     assert staged_bytes(weights_bytes, wanted, most) == found
 
 
-def on_meta(device: torch.device) -> kernels.Backend:
-    return kernels.select("auto", META)
-
-
 def test_a_device_gives_the_arena_for_good_and_room_to_work_in_until_the_kv_cache_is_sized() -> None:
-    rank = Rank(0, on_meta, 1 << 30, None)
-    model = torch.nn.Linear(4096, 4096, bias=False)
+    launched = []
+
+    def write(patch: kernels.Prepared) -> torch.Tensor:
+        launched.append((patch.width, patch.elements))
+        return torch.tensor(-1)
+
+    def state_hash(bits: torch.Tensor, start: int, seed: Seed) -> torch.Tensor:
+        launched.append((bits.element_size(), -1))
+        return torch.zeros(4)
+
+    backend = dataclasses.replace(kernels.select("auto", META), write=write, state_hash=state_hash)
+    rank = Rank(0, lambda device: backend, 1 << 30, None)
+    model = torch.nn.ModuleList([torch.nn.Linear(4096, 4096, bias=False), torch.nn.Linear(8, 8, dtype=torch.bfloat16)])
+    size = sum(weight.nbytes for weight in model.parameters())
     held = rank.set_aside(model)
-    assert held.nbytes == model.weight.nbytes // reserve.SHARE + WORK_BYTES
+    assert held.nbytes == size // reserve.SHARE + WORK_BYTES
     assert rank.set_aside(model) is held
+    assert launched == [(2, 1), (2, -1), (4, 1), (4, -1)], (
+        "kernels of the widths there are, once, before anything waits"
+    )
     held.open_work()
-    assert held.nbytes == model.weight.nbytes // reserve.SHARE
+    assert held.nbytes == size // reserve.SHARE
 
 
 def test_nothing_is_set_aside_of_a_cpu() -> None:
@@ -94,6 +108,19 @@ def test_ranks_follow_and_go_back_by_what_lies_in_their_arenas(
     for rank in served.ranks:
         rank.rollback(3)
     assert served.serves(states[2])
+
+
+@pytest.mark.parametrize("segments", [1, 20])
+def test_a_change_takes_eight_bytes_of_an_arena_and_its_segment_thirty_two(segments: int) -> None:
+    count, arena = 1000 * segments, kernels.Arena(1 << 20, CPU)
+    memory = LiveMemory([torch.zeros(count, dtype=torch.bfloat16)], kernels.select("auto", CPU), arena)
+    ends = np.arange(0, count + 1, 1000)
+    rows = np.stack([np.zeros(segments, np.int64), ends[:-1], ends[:-1], ends[1:]], axis=1)
+    zeros = np.zeros(count, np.uint16)
+    (prepared,) = memory.prepare({2: Patch(rows, np.tile(np.arange(1000, dtype=np.uint32), segments), zeros, zeros)})
+    columns = (prepared.places, prepared.offsets, prepared.expected, prepared.values)
+    assert sum(column.nbytes for column in columns) == 8 * count + 32 * segments
+    assert arena._used < 8 * count + 32 * segments + 3 * ALIGNED
 
 
 def patch(value: int) -> Patch:
