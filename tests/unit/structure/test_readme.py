@@ -1,4 +1,4 @@
-"""What the README shows works as it stands there: the trainer's lines, a server's settings, versions, targets, files."""
+"""What the README shows works as it stands: the trainer's lines, a server's settings, versions, targets, files."""
 
 from __future__ import annotations
 
