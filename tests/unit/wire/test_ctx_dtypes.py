@@ -17,7 +17,6 @@ from vllm_delta_sync.native import Changes, CtxModel
 from vllm_delta_sync.wire import codec_rules, ctx, ctx_tiles, dtypes
 from vllm_delta_sync.wire.codecs import (
     Context,
-    EncodedBlock,
     ctx_header,
     ctx_of,
     decode_block,
@@ -27,6 +26,7 @@ from vllm_delta_sync.wire.codecs import (
 )
 from vllm_delta_sync.wire.ctx_order import pattern
 from vllm_delta_sync.wire.dtypes import Dtype
+from vllm_delta_sync.wire.encoded import EncodedBlock
 from vllm_delta_sync.wire.sparse import gap_abs_block
 from vllm_delta_sync.wire.table import VersionTable
 from vllm_delta_sync.wire.tensors import TensorSpec
