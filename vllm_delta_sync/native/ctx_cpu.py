@@ -25,7 +25,7 @@ from vllm_delta_sync.native.ctx_types import (
     malformed,
     unsorted,
 )
-from vllm_delta_sync.native.types import I64, U8, U16, U32, Bits, Changes, pair_width, row
+from vllm_delta_sync.native.types import I64, U8, U16, U32, Bits, Changes, address_of, pair_width, row
 
 _UNSORTED, _NO_MEMORY = -3, -4  # enum Refusal of csrc/cpu/ctx.cpp
 _REFUSALS = {
@@ -49,7 +49,7 @@ class _Memory(threading.local):
         outcome = call(self.address, self.size)
         if outcome == _NO_MEMORY:
             self._bytes = np.empty(_lib.vds_ctx_memory(grid.address, changed, room), np.uint8)
-            self.size, self.address = self._bytes.size, int(self._bytes.ctypes.data)
+            self.size, self.address = self._bytes.size, address_of(self._bytes)
             outcome = call(self.address, self.size)
         return outcome
 
@@ -63,10 +63,10 @@ def ctx_model(last: U8, gaps: U16, steps: U16) -> CtxModel:
     gaps, steps = np.ascontiguousarray(gaps, np.uint16), np.ascontiguousarray(steps, np.uint16)
     prepared = np.empty(_lib.vds_ctx_model_size(last.size), np.uint8)
     status = _lib.vds_ctx_model(
-        last.size, last.ctypes.data, gaps.ctypes.data, steps.ctypes.data, prepared.ctypes.data
+        last.size, address_of(last), address_of(gaps), address_of(steps), address_of(prepared)
     )  # fmt: skip
     assert status == 0, "the model was checked"
-    return CtxModel(last, gaps, steps, prepared, int(prepared.ctypes.data))
+    return CtxModel(last, gaps, steps, prepared, address_of(prepared))
 
 
 def ctx_encode(model: CtxModel, old: Bits, grid: CtxGrid, changes: Changes, room: int) -> tuple[bytes, bytes] | None:
@@ -77,15 +77,11 @@ def ctx_encode(model: CtxModel, old: Bits, grid: CtxGrid, changes: Changes, room
     width = check_block(grid, old)
     check_cover(grid)
     check_changes(old, changes)
-    before, positions, sides = (
-        old.ctypes.data,
-        changes.positions.ctypes.data,
-        (changes.old.ctypes.data, changes.new.ctypes.data),
-    )
+    before, columns = address_of(old), tuple(map(address_of, changes))
     changed, memory = changes.positions.size, _memory
     size = memory.within(
         lambda address, most: _lib.vds_ctx_encode(
-            width, model.address, before, grid.address, positions, *sides, changed, address, most, room,
+            width, model.address, before, grid.address, *columns, changed, address, most, room,
             memory.index_size_address,
         ),
         grid, changed, room,
@@ -105,7 +101,7 @@ def ctx_index(index: U8, tiles: int, size: int) -> I64:
     """
     row("index", index, np.uint8)
     stated = np.empty(tiles, np.int64)
-    status = _lib.vds_ctx_read_index(index.ctypes.data, index.size, stated.ctypes.data, tiles, size)
+    status = _lib.vds_ctx_read_index(address_of(index), index.size, address_of(stated), tiles, size)
     if status:
         raise MalformedObject(f"a ctx index stream of {tiles} tiles {_REFUSALS[status]}")
     return stated
@@ -124,8 +120,8 @@ def ctx_decode(
     check_cover(grid)
     check_stated(grid, stated, data, wanted)
     positions, values = np.empty(max(0, changed), np.uint32), np.empty(max(0, changed), old.dtype)
-    before, coded, sizes, places, to = (part.ctypes.data for part in (old, data, stated, positions, values))
-    chosen = None if wanted is None else wanted.ctypes.data
+    before, coded, sizes, places, to = map(address_of, (old, data, stated, positions, values))
+    chosen = None if wanted is None else address_of(wanted)
     found = _memory.within(
         lambda address, most: _lib.vds_ctx_decode(
             width, model.address, before, grid.address, sizes, chosen, coded, data.size, address, most, places, to,
@@ -142,16 +138,12 @@ def ctx_tally(model: CtxModel, old: Bits, grid: CtxGrid, changes: Changes, to: T
     """Add the symbols of the changes in the grid's strips, by class of the model; its tiles' ends among them."""
     width = check_block(grid, old)
     check_changes(old, changes)
-    before, positions, sides = (
-        old.ctypes.data,
-        changes.positions.ctypes.data,
-        (changes.old.ctypes.data, changes.new.ctypes.data),
-    )
+    before, columns = address_of(old), tuple(map(address_of, changes))
     changed = changes.positions.size
     status = _memory.within(
         lambda address, most: _lib.vds_ctx_tally(
-            width, model.address, before, grid.address, positions, *sides, changed, address, most, to.gaps.ctypes.data,
-            to.steps.ctypes.data,
+            width, model.address, before, grid.address, *columns, changed, address, most, address_of(to.gaps),
+            address_of(to.steps),
         ),
         grid, changed,
     )  # fmt: skip
@@ -163,6 +155,6 @@ def ctx_survey(old: Bits, before: Bits, after: Bits, to: Tally) -> None:
     """Add elements of old uW [N] by context, and step symbols of before → after uW [n] by the context of `before`."""
     width = pair_width("before", before, "after", after)
     _lib.vds_ctx_survey(
-        width, old.ctypes.data, old.size, before.ctypes.data, after.ctypes.data, before.size, to.gaps.ctypes.data,
-        to.steps.ctypes.data,
+        width, address_of(old), old.size, address_of(before), address_of(after), before.size, address_of(to.gaps),
+        address_of(to.steps),
     )  # fmt: skip

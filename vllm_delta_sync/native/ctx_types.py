@@ -12,7 +12,7 @@ from typing import NamedTuple
 import numpy as np
 
 from vllm_delta_sync.errors import MalformedObject
-from vllm_delta_sync.native.types import I64, MAX_COUNT, U8, U16, Bits, Changes, bits_width, row
+from vllm_delta_sync.native.types import I64, MAX_COUNT, U8, U16, Bits, Changes, address_of, bits_width, row
 
 TILE_ELEMENTS = 1 << 18  # of a tile at most
 MAX_TILES = 1 << 12  # of a block
@@ -86,12 +86,12 @@ class CtxGrid:
     @cached_property
     def _described(self) -> I64:
         """As the C library wants it: Grid of csrc/cpu/ctx_grid.h."""
-        return np.array((self.rows, self.row_length, self.strips.ctypes.data, len(self.strips)), np.int64)
+        return np.array((self.rows, self.row_length, address_of(self.strips), len(self.strips)), np.int64)
 
     @cached_property
     def address(self) -> int:
         """Of what the C library reads of the grid."""
-        return int(self._described.ctypes.data)
+        return address_of(self._described)
 
     @cached_property
     def covered(self) -> int:
