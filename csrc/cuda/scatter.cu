@@ -8,7 +8,7 @@ namespace {
 
 using namespace vds::commit;
 constexpr int kThreads = 256;
-constexpr int kEach = 4;  // blocks of a multiprocessor, half of its threads: what runs there on other streams need not end first
+constexpr int kEach = 2;  // blocks of a multiprocessor: keep its memory busy, and need not wait for all that runs there on other streams
 
 // Phases with a barrier of the whole grid behind each.
 struct Grid {
@@ -33,7 +33,7 @@ struct Grid {
 };
 
 template <typename T>
-__global__ void __launch_bounds__(kThreads) write(Update<T> update, Index* first) {
+__global__ void __launch_bounds__(kThreads) commit(Update<T> update, Index* first) {
   run(update, first, Grid{});
 }
 
@@ -43,7 +43,7 @@ cudaError_t most_blocks(int64_t* blocks) {
   int device = 0, processors = 0, each = 0;
   cudaError_t status = cudaGetDevice(&device);
   if (status == cudaSuccess) status = cudaDeviceGetAttribute(&processors, cudaDevAttrMultiProcessorCount, device);
-  if (status == cudaSuccess) status = cudaOccupancyMaxActiveBlocksPerMultiprocessor(&each, write<T>, kThreads, 0);
+  if (status == cudaSuccess) status = cudaOccupancyMaxActiveBlocksPerMultiprocessor(&each, commit<T>, kThreads, 0);
   *blocks = static_cast<int64_t>(processors) * (each < kEach ? each : kEach);
   return status;
 }
@@ -59,7 +59,7 @@ int launch(const void* segments, int64_t count, const void* offsets, const void*
                    static_cast<const T*>(expected), static_cast<const T*>(values), n};
   Index* outcome = static_cast<Index*>(first);
   void* arguments[] = {&update, &outcome};
-  return cudaLaunchCooperativeKernel(write<T>, dim3(static_cast<unsigned>(wanted < most ? wanted : most)), dim3(kThreads), arguments, 0,
+  return cudaLaunchCooperativeKernel(commit<T>, dim3(static_cast<unsigned>(wanted < most ? wanted : most)), dim3(kThreads), arguments, 0,
                                      stream);
 }
 
