@@ -16,7 +16,7 @@ constexpr int64_t kGrid = 96;  // threads; few, so that each has several element
 bool backwards = false;
 
 template <typename T>
-int decode(const void* tiles, int64_t count, const void* blocks, int64_t block_count, const void* models, void* positions, void* steps,
+int decode(const void* tiles, int64_t count, const void* blocks, int64_t block_count, const void* models, void* positions, void* values,
            void* outcomes) {
   using namespace vds::ctx;
   std::memset(outcomes, 0, static_cast<size_t>(block_count) * sizeof(Outcome));
@@ -24,7 +24,7 @@ int decode(const void* tiles, int64_t count, const void* blocks, int64_t block_c
     const auto shared = std::make_unique<Shared>();
     std::memset(static_cast<void*>(shared.get()), 0xA5, sizeof(Shared));  // as little to be relied on as a device's
     run_tile(static_cast<const TileJob*>(tiles)[i], static_cast<const BlockJob*>(blocks), static_cast<const ClassRow*>(models),
-             static_cast<Outcome*>(outcomes), static_cast<uint32_t*>(positions), static_cast<T*>(steps), *shared,
+             static_cast<Outcome*>(outcomes), static_cast<uint32_t*>(positions), static_cast<T*>(values), *shared,
              vds::HostTeam<vds::ctx::kTeam>{backwards});
   }
   return 0;
@@ -81,11 +81,11 @@ VDS_API int vds_cuda_scatter(int width, const void* segments, int64_t count, con
 }
 
 VDS_API int vds_cuda_ctx_decode(int width, const void* tiles, int64_t count, const void* blocks, int64_t block_count,
-                                const void* models, void* positions, void* steps, void* outcomes, void*) {
+                                const void* models, void* positions, void* values, void* outcomes, void*) {
   switch (width) {
-    case 1: return decode<uint8_t>(tiles, count, blocks, block_count, models, positions, steps, outcomes);
-    case 2: return decode<uint16_t>(tiles, count, blocks, block_count, models, positions, steps, outcomes);
-    case 4: return decode<uint32_t>(tiles, count, blocks, block_count, models, positions, steps, outcomes);
+    case 1: return decode<uint8_t>(tiles, count, blocks, block_count, models, positions, values, outcomes);
+    case 2: return decode<uint16_t>(tiles, count, blocks, block_count, models, positions, values, outcomes);
+    case 4: return decode<uint32_t>(tiles, count, blocks, block_count, models, positions, values, outcomes);
     default: return kUnknownWidth;
   }
 }
