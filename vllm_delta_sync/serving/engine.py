@@ -90,6 +90,12 @@ def require_installed(vllm_config: Any, environ: Mapping[str, str]) -> None:
             "--enable-sleep-mode takes the weights away while the engine sleeps, and updates would be written into "
             "memory that is not there; serve without it"
         )
+    offloading = getattr(getattr(vllm_config, "offload_config", None), "prefetch", None)
+    if getattr(offloading, "offload_group_size", 0):
+        raise UnsupportedEngine(
+            "--offload-group-size keeps weights in host memory and fetches them for each step into buffers that layers "
+            "share; updates would be written into those and be lost: serve without it"
+        )
     parallel = vllm_config.parallel_config
     if parallel.decode_context_parallel_size > 1 and getattr(parallel, "dcp_q_replicate", False):
         raise UnsupportedEngine(

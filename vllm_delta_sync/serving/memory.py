@@ -47,6 +47,9 @@ class LiveMemory:
         storages: one flat 1-D tensor per storage, covering all of it.
         backend: the kernel implementation that patches.
         arena: of the device that holds them, for what waits to be written; None for a CPU.
+
+    Raises:
+        UnsupportedLayout: a storage is on another device than the kernels.
     """
 
     def __init__(
@@ -55,6 +58,12 @@ class LiveMemory:
         self._flat = tuple(storages)
         self._backend = backend
         self._arena = arena
+        elsewhere = {str(flat.device) for flat in self._flat if flat.device != backend.device}
+        if elsewhere:
+            raise UnsupportedLayout(
+                f"weights lie on {', '.join(sorted(elsewhere))} besides {backend.device}, where commits are made; "
+                "serve without offloading weights"
+            )
         self._preparing = threading.Lock()
         widths = [flat.element_size() for flat in self._flat]
         self._targets = {
