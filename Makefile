@@ -46,6 +46,7 @@ gpu-check:
 
 lint: setup
 	@$(BIN)/ruff check .
+	@$(BIN)/ruff format --check --quiet .
 	@$(BIN)/lint-imports --no-cache
 	@$(BIN)/mypy
 

@@ -100,8 +100,8 @@ VDS_HD constexpr T stepped(T old, T z) {
   return rank_of(static_cast<T>(rank_of(old) + oriented(unfold_step(z), old)));
 }
 
-// One class of contexts low ... high: frequencies as decoding and encoding look them up. Slots hold symbols alone: what a tile
-// looks up in its classes' tables has to come from a distant cache, and so there should be little of it.
+// One class of contexts low ... high: frequencies as decoding and encoding look them up. Slots hold symbols alone: what
+// a tile looks up in its classes' tables has to come from a distant cache, and so there should be little of it.
 struct Class {
   uint8_t gap_slots[kTotal];
   uint8_t step_slots[kTotal];

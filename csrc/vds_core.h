@@ -1,5 +1,5 @@
-// What the CPU and the CUDA library share: the state hash's keys, the float order behind the step codec, and the shape of a segment.
-// No I/O, no allocation, no device calls. docs/protocol.md is normative.
+// What the CPU and the CUDA library share: the state hash's keys, the float order behind the step codec, and the shape
+// of a segment. No I/O, no allocation, no device calls. docs/protocol.md is normative.
 #pragma once
 
 #include <cstdint>
@@ -30,10 +30,12 @@ VDS_HD constexpr int16_t unit_key(int lane, int64_t unit) {
   return static_cast<int16_t>(static_cast<uint16_t>(mix64(static_cast<uint64_t>(unit) + 1) >> (16 * lane)) | 1u);
 }
 
-// A bijection of 16 bits whose differences depend on where it is: q(u + d) - q(u) is not a function of d alone. So a change that
-// was coded as a step from the old value has another effect on the hash when it is applied to a wrong old value.
-// The casts keep every step in 16 bits, which is what lets a compiler put 16 of them into one vector.
-VDS_HD constexpr uint16_t quadratic(uint16_t u) { return static_cast<uint16_t>(u * static_cast<uint16_t>(2u * u + 1u)); }
+// A bijection of 16 bits whose differences depend on where it is: q(u + d) - q(u) is not a function of d alone. So a
+// change that was coded as a step from the old value has another effect on the hash when it is applied to a wrong old
+// value. The casts keep every step in 16 bits, which is what lets a compiler put 16 of them into one vector.
+VDS_HD constexpr uint16_t quadratic(uint16_t u) {
+  return static_cast<uint16_t>(u * static_cast<uint16_t>(2u * u + 1u));
+}
 VDS_HD constexpr uint16_t swap_bytes(uint16_t u) {
   return static_cast<uint16_t>(static_cast<uint16_t>(u << 8) | static_cast<uint16_t>(u >> 8));
 }
@@ -67,7 +69,9 @@ VDS_HD constexpr int units_per(int width) { return width < 2 ? 1 : width / 2; }
 // k(u) mod 2^16: a float's rank among its bit patterns. Its own inverse.
 VDS_HD constexpr uint16_t ordered(uint16_t u) { return u < 0x8000 ? u : static_cast<uint16_t>(0x7FFF - u); }
 
-VDS_HD constexpr uint16_t zigzag(uint16_t step) { return static_cast<uint16_t>((step << 1) ^ (step & 0x8000 ? 0xFFFF : 0)); }
+VDS_HD constexpr uint16_t zigzag(uint16_t step) {
+  return static_cast<uint16_t>((step << 1) ^ (step & 0x8000 ? 0xFFFF : 0));
+}
 VDS_HD constexpr uint16_t unzigzag(uint16_t z) { return static_cast<uint16_t>((z >> 1) ^ (z & 1 ? 0xFFFF : 0)); }
 
 // Elements first … last-1 of an update go to address + width * offset.

@@ -6,6 +6,7 @@ Holds no assertions.
 from __future__ import annotations
 
 import shutil
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -17,7 +18,7 @@ from vllm_delta_sync.log.base import Tensor
 from vllm_delta_sync.wire import dtypes, state_hash
 from vllm_delta_sync.wire.checkpoint import write_checkpoint
 from vllm_delta_sync.wire.codecs import encode_block
-from vllm_delta_sync.wire.manifest import BaseRef, Manifest
+from vllm_delta_sync.wire.manifest import BaseRef, LatestPointer, Manifest
 from vllm_delta_sync.wire.tensors import TensorSpec, split_blocks
 
 Model = dict[str, Tensor]
@@ -74,6 +75,25 @@ def updates_between(old: Model, new: Model) -> list[TensorUpdate]:
     return updates
 
 
+def commit(writer: LogWriter, old: Model, new: Model, step: int | None = None) -> Manifest:
+    """Publish `new` after `old`."""
+    return writer.commit(updates_between(old, new), state_root=state_hash.state_root(lanes_of(new)), step=step)
+
+
+def same(found: Mapping[str, Tensor], wanted: Model) -> bool:
+    """Whether these are the tensors of a model, bit for bit."""
+    return found.keys() == wanted.keys() and all(
+        found[name][0] == spec and np.array_equal(found[name][1], bits) for name, (spec, bits) in wanted.items()
+    )
+
+
+def damage(path: Path) -> None:
+    """Another last bit."""
+    data = bytearray(path.read_bytes())
+    data[-1] ^= 1
+    path.write_bytes(data)
+
+
 @dataclass
 class TinyLog:
     """A log in `bucket`, whose base checkpoint is in `base`; `models[v]` is the model at version v."""
@@ -97,10 +117,13 @@ class TinyLog:
         """The file of an object of the run."""
         return self.run_dir / key
 
+    def say(self, said: LatestPointer) -> None:
+        """What a stale client, a backup or a repair does: LATEST says this, whatever it said before."""
+        self.log.store.put("LATEST", said.to_bytes())
+
     def publish(self, model: Model, step: int | None = None) -> Manifest:
         """Commit the next version."""
-        root = state_hash.state_root(lanes_of(model))
-        manifest = self.writer.commit(updates_between(self.models[-1], model), state_root=root, step=step)
+        manifest = commit(self.writer, self.models[-1], model, step)
         self.models.append(model)
         return manifest
 

@@ -1,5 +1,5 @@
-// The gap and step streams, and the map from checkpoint positions to live memory. Decoders trust nothing but the lengths they
-// are given; zstd is the caller's.
+// The gap and step streams, and the map from checkpoint positions to live memory. Decoders trust nothing but the
+// lengths they are given; zstd is the caller's.
 #include "../vds_core.h"
 #include "dispatch.h"
 
@@ -102,8 +102,9 @@ VDS_API void vds_apply_steps(const uint16_t* before, const uint16_t* steps, int6
   for (int64_t i = 0; i < n; ++i) after[i] = vds::ordered(static_cast<uint16_t>(vds::ordered(before[i]) + steps[i]));
 }
 
-// Those of the elements base + positions that lie in the region, whose dimensions have at least 2 elements and nested, falling
-// source strides. `base` is relative to the region's source offset. Outputs have room for n. Returns how many, or -1 for the rank.
+// Those of the elements base + positions that lie in the region, whose dimensions have at least 2 elements and nested,
+// falling source strides. `base` is relative to the region's source offset. Outputs have room for n. Returns how many,
+// or -1 for the rank.
 VDS_API int64_t vds_map_positions(const uint32_t* positions, int64_t n, int64_t base, int rank, const int64_t* sizes,
                                   const int64_t* source_strides, const int64_t* target_strides, uint32_t* selected,
                                   int64_t* targets) {

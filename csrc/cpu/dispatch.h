@@ -1,5 +1,6 @@
-// Builds one source for AVX2 and for the baseline; the loader picks at run time. Wider vectors gain nothing: memory is the limit.
-// Only where the toolchain can (GCC-compatible, x86-64, glibc); elsewhere the compiler's baseline is the only build.
+// Builds one source for AVX2 and for the baseline; the loader picks at run time. Wider vectors gain nothing: memory is
+// the limit. Only where the toolchain can (GCC-compatible, x86-64, glibc); elsewhere the compiler's baseline is the
+// only build.
 #pragma once
 
 #include <cstdlib>  // defines __GLIBC__ where it applies

@@ -1,4 +1,5 @@
-// The state hash: over runs, over strided boxes of live memory, and of changes. Does not own threads: callers split tensors.
+// The state hash: over runs, over strided boxes of live memory, and of changes. Does not own threads: callers split
+// tensors.
 #include <cstring>
 
 #include "../vds_core.h"
@@ -23,8 +24,8 @@ struct KeyTable {
 };
 constexpr KeyTable kKeys;
 
-// Σ T[first + i] · reading(units[i]) per lane, within one block. Compiled to pmullw and pmaddwd; sums wrap mod 2^32 (-fwrapv), as
-// the hash does.
+// Σ T[first + i] · reading(units[i]) per lane, within one block. Compiled to pmullw and pmaddwd; sums wrap mod 2^32
+// (-fwrapv), as the hash does.
 VDS_CLONES void dot(const int16_t* __restrict units, int64_t first, int64_t n, Lanes* out) {
   const int16_t* __restrict t0 = kKeys.lane[0] + first;
   const int16_t* __restrict t1 = kKeys.lane[1] + first;
@@ -55,8 +56,10 @@ VDS_CLONES void dot_two(const int16_t* __restrict one, const int16_t* __restrict
     b2 += b.twice * kKeys.lane[2][i];
     b3 += b.twice * kKeys.lane[3][i];
   }
-  out[0] = {{static_cast<uint32_t>(a0), static_cast<uint32_t>(a1), static_cast<uint32_t>(a2), static_cast<uint32_t>(a3)}};
-  out[1] = {{static_cast<uint32_t>(b0), static_cast<uint32_t>(b1), static_cast<uint32_t>(b2), static_cast<uint32_t>(b3)}};
+  out[0] = {
+      {static_cast<uint32_t>(a0), static_cast<uint32_t>(a1), static_cast<uint32_t>(a2), static_cast<uint32_t>(a3)}};
+  out[1] = {
+      {static_cast<uint32_t>(b0), static_cast<uint32_t>(b1), static_cast<uint32_t>(b2), static_cast<uint32_t>(b3)}};
 }
 
 void fold(Lanes& total, const Lanes& sums, Seed seed, int64_t block) {
@@ -66,7 +69,8 @@ void fold(Lanes& total, const Lanes& sums, Seed seed, int64_t block) {
 
 // Adds the units first … first+n-1 of a tensor.
 void add_units(Lanes& total, const int16_t* units, int64_t first, int64_t n, Seed seed) {
-  constexpr int64_t worthwhile = 32;  // blocks of which two halves lie far enough apart: memory delivers more when read in two places
+  // Blocks of which two halves lie far enough apart: memory delivers more when it is read in two places.
+  constexpr int64_t worthwhile = 32;
   Lanes sums[2];
   while (n > 0) {
     const int64_t lead = first % kBlock, block = first / kBlock;
@@ -135,7 +139,8 @@ struct Scattered {
       key = vds::block_key(seed, block);
     }
     for (int l = 0; l < kLanes; ++l)
-      total.v[l] += key.v[l] * static_cast<uint32_t>(kKeys.lane[l][index % kBlock]) * static_cast<uint32_t>(l < 2 ? once : twice);
+      total.v[l] +=
+          key.v[l] * static_cast<uint32_t>(kKeys.lane[l][index % kBlock]) * static_cast<uint32_t>(l < 2 ? once : twice);
   }
 };
 
@@ -153,7 +158,8 @@ Lanes changes(const uint32_t* positions, int64_t start, const T* before, const T
   scattered.seed = seed;
   for (int64_t i = 0; i < n; ++i)
     for (int k = 0; k < per; ++k)
-      scattered.change(total, (static_cast<uint64_t>(start) + positions[i]) * per + k, unit(before[i], k), unit(after[i], k));
+      scattered.change(total, (static_cast<uint64_t>(start) + positions[i]) * per + k, unit(before[i], k),
+                       unit(after[i], k));
   return total;
 }
 
@@ -201,6 +207,7 @@ VDS_CLONES uint64_t sum_words(const uint64_t* words, int64_t n) {
 }  // namespace
 
 // Width is 1, 2, 4 or 8; the return value is 0, or -1 for another width or rank.
+// clang-format off
 #define VDS_BY_WIDTH(width, ...)                 \
   switch (width) {                               \
     case 1: { using T = uint8_t; __VA_ARGS__; return 0; }  \
@@ -209,8 +216,10 @@ VDS_CLONES uint64_t sum_words(const uint64_t* words, int64_t n) {
     case 8: { using T = uint64_t; __VA_ARGS__; return 0; } \
     default: return -1;                          \
   }
+// clang-format on
 
-VDS_API int vds_hash_run(int width, const void* bits, int64_t n, int64_t start, uint64_t a, uint64_t b, uint32_t* lanes) {
+VDS_API int vds_hash_run(int width, const void* bits, int64_t n, int64_t start, uint64_t a, uint64_t b,
+                         uint32_t* lanes) {
   Lanes total{};
   VDS_BY_WIDTH(width, add_row(total, static_cast<const T*>(bits), 1, start, n, Seed{a, b});
                std::memcpy(lanes, total.v, sizeof total.v))

@@ -4,10 +4,11 @@
 
 namespace {
 
-// Without branches on the data: which list comes next is as good as random, and a wrong guess costs more than the whole body.
+// Without branches on the data: which list comes next is as good as random, and a wrong guess costs more than the whole
+// body.
 template <typename T, bool add>
-int64_t merge(const uint32_t* first_positions, const T* first, int64_t n, const uint32_t* second_positions, const T* second,
-              int64_t m, uint32_t* positions, T* values) {
+int64_t merge(const uint32_t* first_positions, const T* first, int64_t n, const uint32_t* second_positions,
+              const T* second, int64_t m, uint32_t* positions, T* values) {
   int64_t i = 0, j = 0, found = 0;
   while (i < n && j < m) {
     const uint32_t a = first_positions[i], b = second_positions[j];
@@ -38,14 +39,16 @@ int64_t merge(const uint32_t* first_positions, const T* first, int64_t n, const 
 
 }  // namespace
 
-// The union of two lists of ascending positions. Where both have a position, its value is the second's or, with `add`, the sum
-// mod 2^(8 width), and what sums to zero is left out. Outputs have room for n + m. Returns how many, or -1 for an unknown width.
+// The union of two lists of ascending positions. Where both have a position, its value is the second's or, with `add`,
+// the sum mod 2^(8 width), and what sums to zero is left out. Outputs have room for n + m. Returns how many, or -1 for
+// an unknown width.
 VDS_API int64_t vds_merge(int width, const uint32_t* first_positions, const void* first, int64_t n,
                           const uint32_t* second_positions, const void* second, int64_t m, int add, uint32_t* positions,
                           void* values) {
-#define VDS_MERGE(T)                                                                                              \
+#define VDS_MERGE(T)                                                                                                  \
   return (add ? merge<T, true> : merge<T, false>)(first_positions, static_cast<const T*>(first), n, second_positions, \
-                                                  static_cast<const T*>(second), m, positions, static_cast<T*>(values))
+                                                  static_cast<const T*>(second), m, positions,                        \
+                                                  static_cast<T*>(values))
   switch (width) {
     case 1: VDS_MERGE(uint8_t);
     case 2: VDS_MERGE(uint16_t);

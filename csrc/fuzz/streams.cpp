@@ -1,5 +1,5 @@
-// Fuzzes the decoders of the gap and the step stream: they stay inside what they were given, and what they accept is exactly what
-// the encoders write. An input is one byte that chooses the stream, four for the counts, then the stream.
+// Fuzzes the decoders of the gap and the step stream: they stay inside what they were given, and what they accept is
+// exactly what the encoders write. An input is one byte that chooses the stream, four for the counts, then the stream.
 #include <cstdint>
 #include <cstdlib>
 #include <cstring>
@@ -19,7 +19,8 @@ namespace {
 
 void gaps(int64_t changed, int64_t count, const std::vector<uint8_t>& stream) {
   std::vector<uint32_t> positions(static_cast<size_t>(changed));
-  if (vds_decode_gaps(stream.data(), static_cast<int64_t>(stream.size()), changed, count, positions.data()) != 0) return;
+  if (vds_decode_gaps(stream.data(), static_cast<int64_t>(stream.size()), changed, count, positions.data()) != 0)
+    return;
   for (const uint32_t position : positions)
     if (position >= count) abort();
   std::vector<uint8_t> again(stream.size());

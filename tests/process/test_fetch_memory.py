@@ -11,7 +11,7 @@ import pytest
 
 from vllm_delta_sync.log import LogWriter, TensorUpdate
 from vllm_delta_sync.wire.codec_rules import DENSE
-from vllm_delta_sync.wire.codecs import EncodedBlock
+from vllm_delta_sync.wire.encoded import EncodedBlock
 from vllm_delta_sync.wire.manifest import BaseRef
 from vllm_delta_sync.wire.tensors import TensorSpec
 

@@ -6,15 +6,11 @@ Holds no assertions.
 from __future__ import annotations
 
 import itertools
-import sys
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from pathlib import Path
 
 import pytest
-
-sys.path += [str(Path(__file__).parent), str(Path(__file__).parents[1])]
-
 import servers
 
 from tests.hub.process import HubProcess

@@ -6,12 +6,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import servers
 import tiny_log
 import torch
+from hub_buckets import unused
 from tiny_training import logged, state_of
 
 from tests.hub.process import WRITER, HubProcess
-from vllm_delta_sync.config import HfStoreConfig
 from vllm_delta_sync.errors import DeltaSyncError, PublishError, RivalWriter
 from vllm_delta_sync.log import DeltaLog, FoldSchedule, LogWriter, pointer
 from vllm_delta_sync.log.replica import Replica
@@ -19,9 +20,7 @@ from vllm_delta_sync.log.tail import Tail, TipWatch
 from vllm_delta_sync.log.verify import verify
 from vllm_delta_sync.store import Store, open_store
 from vllm_delta_sync.trainer import Publisher
-from vllm_delta_sync.wire import state_hash
 from vllm_delta_sync.wire.checkpoint import write_checkpoint
-from vllm_delta_sync.wire.manifest import Manifest
 
 QUICK_S, PATIENT_S = 2.0, 6.0  # of one call that is never answered; of one that is, also by a busy machine
 
@@ -32,15 +31,6 @@ def begin(store: Store, base: Path, model: tiny_log.Model) -> LogWriter:
     return LogWriter.create(store, tiny_log.lanes_of(model), base=None, anchor=files)
 
 
-def commit(writer: LogWriter, old: tiny_log.Model, new: tiny_log.Model) -> Manifest:
-    root = state_hash.state_root(tiny_log.lanes_of(new))
-    return writer.commit(tiny_log.updates_between(old, new), state_root=root)
-
-
-def holds(replica: Replica, model: tiny_log.Model) -> bool:
-    return all((replica.tensors[name][1] == bits).all() for name, (_, bits) in model.items())
-
-
 def test_a_run_is_published_followed_verified_and_taken_up_again(store: Store, tmp_path: Path) -> None:
     models = [tiny_log.random_model()]
     writer = begin(store, tmp_path / "base", models[0])
@@ -49,10 +39,10 @@ def test_a_run_is_published_followed_verified_and_taken_up_again(store: Store, t
         models.append(tiny_log.changed_model(models[-1], version))
         if version == 3:
             writer = LogWriter.attach(DeltaLog.open(store))
-        commit(writer, models[-2], models[-1])
+        tiny_log.commit(writer, models[-2], models[-1])
         replica.follow(replica.log.latest())
         assert replica.version == version
-        assert holds(replica, models[version])
+        assert tiny_log.same(replica.tensors, models[version])
     verdict = verify(DeltaLog.open(store))
     assert (verdict.versions, verdict.faults) == (4, ())
 
@@ -64,10 +54,10 @@ def test_the_second_of_two_publishers_stops_at_its_first_version_and_names_the_o
     first = begin(store, tmp_path / "base", base)
     second = LogWriter.attach(DeltaLog.open(store))
     ours, theirs = (tiny_log.changed_model(base, seed) for seed in (1, 2))
-    commit(first, base, ours)
+    tiny_log.commit(first, base, ours)
     with pytest.raises(RivalWriter, match=r"names version 1 .* not version 0"):
-        commit(second, base, theirs)
-    commit(first, ours, tiny_log.changed_model(ours, 3))
+        tiny_log.commit(second, base, theirs)
+    tiny_log.commit(first, ours, tiny_log.changed_model(ours, 3))
     verdict = verify(DeltaLog.open(store))
     assert (verdict.versions, verdict.faults) == (3, ())
 
@@ -76,8 +66,6 @@ def test_the_second_of_two_publishers_stops_at_its_first_version_and_names_the_o
 def test_a_trainer_publishes_to_a_uri(kind: str, running: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     uri = "memory://trainer/run-1"
     if kind == "s3":
-        import servers
-
         config = servers.new_bucket(running.endpoint("moto"))
         monkeypatch.setenv("AWS_ENDPOINT_URL", config.endpoint_url)
         monkeypatch.setenv("AWS_REGION", "us-east-1")
@@ -111,12 +99,9 @@ class Follower:
         return ""
 
 
-_numbers = iter(range(1_000_000))
-
-
 @pytest.fixture
 def bucket(hub: HubProcess) -> Store:
-    return open_store(HfStoreConfig(bucket=f"tests/logs-{next(_numbers)}"))
+    return open_store(unused())
 
 
 # What is damaged here is compressed, and the client notices; tests/stores/test_hf.py has bytes that it does not notice.
@@ -141,14 +126,14 @@ def test_a_follower_keeps_what_it_has_names_the_fault_and_goes_on_when_it_is_ove
     writer = begin(bucket, tmp_path / "base", first)
     follower = Follower(bucket.uri, QUICK_S if kind.startswith("stall") else PATIENT_S)
     second = tiny_log.changed_model(first, 1)
-    commit(writer, first, second)
+    tiny_log.commit(writer, first, second)
     hub.fault(kind, on, times=None, **details)
     assert follower.look() == cause
     assert follower.replica.version == 0
-    assert holds(follower.replica, first)
+    assert tiny_log.same(follower.replica.tensors, first)
     hub.heal()
     assert follower.look() == ""
-    assert holds(follower.replica, second)
+    assert tiny_log.same(follower.replica.tensors, second)
 
 
 def test_a_follower_whose_token_is_revoked_goes_on_when_it_may_again(
@@ -158,12 +143,12 @@ def test_a_follower_whose_token_is_revoked_goes_on_when_it_may_again(
     writer = begin(bucket, tmp_path / "base", first)
     follower = Follower(bucket.uri)
     second = tiny_log.changed_model(first, 1)
-    commit(writer, first, second)
+    tiny_log.commit(writer, first, second)
     hub.control(rights={WRITER: "none"})
     assert follower.look() == "unauthorized"
     hub.heal()
     assert follower.look() == ""
-    assert holds(follower.replica, second)
+    assert tiny_log.same(follower.replica.tensors, second)
 
 
 @pytest.mark.parametrize("lost", ["safetensors", "manifest", "LATEST"])

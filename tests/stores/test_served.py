@@ -11,12 +11,12 @@ from typing import Any
 
 import pytest
 import torch
+from hub_buckets import unused
 
 from tests.hub.process import WRITER, HubProcess
 from tests.unit.serving.fleet import train, weights
 from tests.unit.serving.served import Served
 from vllm_delta_sync import Publisher
-from vllm_delta_sync.config import HfStoreConfig
 from vllm_delta_sync.errors import Unavailable
 from vllm_delta_sync.log import DeltaLog
 from vllm_delta_sync.log.cache import NodeCache
@@ -32,14 +32,11 @@ HUNG_S = (
 )
 
 
-_numbers = iter(range(1_000_000))
-
-
 class Training:
     """A trainer that publishes into a bucket of its own, and a server of it that is in step."""
 
     def __init__(self, cache: NodeCache | None = None) -> None:
-        self.bucket: Store = open_store(HfStoreConfig(bucket=f"tests/served-{next(_numbers)}"))
+        self.bucket: Store = open_store(unused())
         self.state = weights()
         self.publisher = Publisher.open(self.bucket, base=self.state, folds=None, anchors=None)
         self.states = [self.copied()]

@@ -23,7 +23,9 @@ from vllm_delta_sync import kernels
 from vllm_delta_sync.bench import gpu_data, gpu_parity
 from vllm_delta_sync.bench.gpu_parity import SEED
 from vllm_delta_sync.errors import ConfigError
+from vllm_delta_sync.kernels import Prepared
 from vllm_delta_sync.kernels.ctx import Launch
+from vllm_delta_sync.kernels.upload import to_device
 from vllm_delta_sync.native import cuda as native_cuda
 
 PIECE = 1 << 30  # elements of one live tensor; offsets within it are 32-bit
@@ -37,7 +39,7 @@ class KernelSpeed:
 
     name: str
     reason: str
-    commit_us_per_million: float  # compare and write, per 10⁶ changed elements
+    commit_us_per_million: float  # one launch (of Triton, two), per 10⁶ changed elements
     commit_over_limit: float  # that over sectors_us_per_million
     hash_gb_s: float
     hash_share: float  # of copy_gb_s
@@ -65,18 +67,9 @@ class GpuFigures:
     elements: int  # bf16
     changed: int
     copy_gb_s: float  # bytes read and bytes written, 10⁹ a second
+    upload_gb_s: float  # what is staged, from pageable host memory into an arena, 10⁹ bytes a second
     sectors_us_per_million: float  # to read and to write 10⁶ of SECTOR_BYTES at that speed: the limit of a commit
     backends: tuple[KernelSpeed, ...]
-
-
-@dataclass(frozen=True)
-class _Update:
-    """What changes in one live tensor; columns as the `scatter_` op takes them."""
-
-    segments: Tensor
-    offsets: Tensor
-    expected: Tensor
-    values: Tensor
 
 
 def backends(device: torch.device) -> list[kernels.Backend]:
@@ -104,14 +97,14 @@ def measure(device: torch.device, elements: int, density: float, rounds: int = 7
     copy = _copy_speed(device, min(elements, PIECE), rounds)
     live = [torch.randint(-(2**15), 2**15, (n,), dtype=torch.int16, device=device) for n in _pieces(elements)]
     updates = [_update(piece, density) for piece in live]
-    changed = sum(update.offsets.numel() for update in updates)
+    changed = sum(update.elements for update in updates)
     new = live[0].clone()
     new[updates[0].offsets.long()] = updates[0].values
     speeds, sector = [], 2 * SECTOR_BYTES / copy
     for backend in backends(device):
         if backend.name.startswith("reference"):
             continue
-        commit = _seconds(device, rounds, partial(_there_and_back, backend, live, updates)) / 2
+        commit = _seconds(device, rounds, partial(_there_and_back, backend, _placed(backend, updates))) / 2
         passes = _seconds(device, rounds, partial(_hash_all, backend, live))
         compare = _seconds(device, rounds, partial(backend.diff, live[0], new, False))
         speeds.append(
@@ -128,7 +121,10 @@ def measure(device: torch.device, elements: int, density: float, rounds: int = 7
             )
         )
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else str(device)
-    return GpuFigures(name, torch.__version__, elements, changed, copy / 1e9, sector * 1e12, tuple(speeds))
+    upload = _upload_speed(device, updates[0], rounds)
+    return GpuFigures(
+        name, torch.__version__, elements, changed, copy / 1e9, upload / 1e9, sector * 1e12, tuple(speeds)
+    )
 
 
 def _pieces(elements: int) -> Iterator[int]:
@@ -136,23 +132,29 @@ def _pieces(elements: int) -> Iterator[int]:
         yield min(PIECE, elements - first)
 
 
-def _update(live: Tensor, density: float) -> _Update:
+def _update(live: Tensor, density: float) -> Prepared:
+    """What changes in one live tensor, where no backend has placed it yet: a segment of all of it."""
     parts = []
     for first in range(0, live.numel(), 1 << 26):  # `nonzero` and random numbers take 12 bytes an element
         size = min(1 << 26, live.numel() - first)
         parts.append((torch.rand(size, device=live.device) < density).nonzero()[:, 0] + first)
     where = torch.cat(parts)
     expected = live[where]
-    segments = torch.tensor([[0, 0, 0, where.numel()]], device=live.device)
-    return _Update(segments, where.to(torch.int32), expected, expected ^ 1)
+    segments = torch.tensor([[0, 0, 0, where.numel()]])
+    return Prepared((live,), segments, where.to(torch.int32), expected, expected ^ 1)
 
 
-def _there_and_back(backend: kernels.Backend, live: list[Tensor], updates: list[_Update]) -> None:
-    outcomes = []
-    for piece, update in zip(live, updates, strict=True):
-        outcomes.append(backend.scatter_([piece], update.segments, update.offsets, update.expected, update.values))
-    for piece, update in zip(live, updates, strict=True):
-        outcomes.append(backend.scatter_([piece], update.segments, update.offsets, update.values, update.expected))
+def _placed(backend: kernels.Backend, updates: list[Prepared]) -> list[Prepared]:
+    """As a server stages them: a commit only launches."""
+    places = [backend.place(update.targets, update.places.numpy()) for update in updates]
+    return [
+        replace(update, places=to_device(rows, backend.device)) for update, rows in zip(updates, places, strict=True)
+    ]
+
+
+def _there_and_back(backend: kernels.Backend, updates: list[Prepared]) -> None:
+    outcomes = [backend.write(update) for update in updates]
+    outcomes += [backend.write(update.reversed()) for update in updates]
     assert all(int(outcome) == -1 for outcome in outcomes), "live bits were not as expected"
 
 
@@ -196,6 +198,20 @@ def _copy_speed(device: torch.device, elements: int, rounds: int) -> float:
     source = torch.ones(elements, dtype=torch.int16, device=device)
     target = torch.empty_like(source)
     return 2 * source.nbytes / _seconds(device, rounds, lambda: target.copy_(source))
+
+
+def _upload_speed(device: torch.device, update: Prepared, rounds: int) -> float:
+    """Bytes of a patch a second; `prepare` waits until they are there."""
+    columns = (update.offsets, update.expected, update.values)
+    host = [column.cpu().numpy().view(f"u{column.element_size()}") for column in columns]
+    patch = gpu_parity.Staged(update.places.numpy(), *host)
+    arena, backend = kernels.Arena(8 * update.elements + 4096, device), kernels.select("reference", device)
+
+    def stage() -> None:
+        arena.clear()
+        backend.prepare(update.targets, patch, arena)
+
+    return sum(column.nbytes for column in host) / _seconds(device, rounds, stage)
 
 
 def _seconds(device: torch.device, rounds: int, run: Callable[[], object]) -> float:

@@ -5,23 +5,37 @@ Needs torch and numpy only; does not time anything.
 
 from __future__ import annotations
 
+from itertools import pairwise
+from typing import NamedTuple
+
 import numpy as np
 import torch
 from torch import Tensor
 
 from vllm_delta_sync import native
 from vllm_delta_sync.bench import gpu_data
-from vllm_delta_sync.kernels import Backend
+from vllm_delta_sync.kernels import Arena, Backend
 from vllm_delta_sync.kernels.ctx import Decoded, decode_on_host
 from vllm_delta_sync.kernels.upload import to_device
 from vllm_delta_sync.native import CtxGrid, Seed
 from vllm_delta_sync.native.ctx_types import CTX_WIDTHS
+from vllm_delta_sync.native.types import I64, U32, Bits
 
 SEED = Seed(0x0123456789ABCDEF, 0xFEDCBA9876543210)
 WIDTHS = (1, 2, 4, 8)
 DAMAGED = 9  # variants of a block
+SEGMENTS = 5  # of an update
 _NARROW = CtxGrid(9, 8, np.array([(0, 3), (3, 5)], np.int64))  # rows that begin anywhere
 _WIDE = CtxGrid(40, 83, np.array([(0, 36), (36, 36), (72, 11)], np.int64))
+
+
+class Staged(NamedTuple):
+    """A patch in host memory."""
+
+    segments: I64
+    offsets: U32
+    expected: Bits
+    values: Bits
 
 
 def check(backend: Backend, most: int) -> int:
@@ -35,6 +49,7 @@ def check(backend: Backend, most: int) -> int:
     for width in WIDTHS:
         for n in sorted({1, 31, 1024, 1025, most}):
             made += _hash(backend, width, n, rng) + _scatter(backend, width, n, rng) + _diff(backend, width, n, rng)
+            made += _staged(backend, width, n, rng)
     if backend.decode_tiles is not None:
         for width in CTX_WIDTHS:
             made += _tiles(backend, width, most)
@@ -64,7 +79,8 @@ def _scatter(backend: Backend, width: int, n: int, rng: np.random.Generator) -> 
         return column.pin_memory() if no_room else column.to(backend.device)
 
     columns = [put(column) for column in (places, expected, values)]
-    segments = torch.tensor([[0, 0, 0, n]], device=backend.device)
+    ends = [n * part // SEGMENTS for part in range(SEGMENTS + 1)]  # of few elements, some are empty
+    segments = torch.tensor([[0, 0, *piece] for piece in pairwise(ends)], device=backend.device)
     assert int(backend.scatter_([live], segments, *columns)) == -1, f"{what}: live bits were not found as expected"
     wanted = host.clone()
     wanted[places.long()] = values
@@ -76,6 +92,22 @@ def _scatter(backend: Backend, width: int, n: int, rng: np.random.Generator) -> 
     assert int(backend.scatter_([live], segments, *columns)) == stray, f"{what}: a stray write was not found"
     assert torch.equal(live.cpu(), wanted), f"{what}: something was written although a live element was not as expected"
     return 4
+
+
+def _staged(backend: Backend, width: int, n: int, rng: np.random.Generator) -> int:
+    """A patch by way of an arena, as a rank stages it, and what takes it back."""
+    what = f"{backend.name}: patch of {n} elements of {width} bytes by way of an arena"
+    bits = rng.integers(0, 256, 2 * n * width, np.uint8).view(f"u{width}")
+    live = to_device(bits.copy(), backend.device)
+    offsets = np.sort(rng.choice(2 * n, n, replace=False)).astype(np.uint32)
+    staged = Staged(np.array([[0, 0, 0, n]]), offsets, bits[offsets], ~bits[offsets])
+    patch = backend.prepare([live], staged, Arena((8 + 2 * width) * n + 2048, backend.device))
+    wanted = bits.copy()
+    wanted[offsets] = staged.values
+    for step, after in ((patch, wanted), (patch.reversed(), bits)):
+        assert backend.scatter(step) == -1, f"{what}: live bits were not found as expected"
+        assert np.array_equal(live.cpu().numpy().view(bits.dtype), after), f"{what}: other bits were written"
+    return 2
 
 
 def _diff(backend: Backend, width: int, n: int, rng: np.random.Generator) -> int:

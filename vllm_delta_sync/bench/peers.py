@@ -18,8 +18,6 @@ import zstandard
 from vllm_delta_sync.bench.step import Model, parts
 from vllm_delta_sync.kernels.dtypes import BY_NAME
 
-ARC_PACKAGE = "fireworks-delta-compression"
-
 Tensors = dict[str, torch.Tensor]
 
 

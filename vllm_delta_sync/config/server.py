@@ -56,8 +56,13 @@ class DeltaSyncConfig(Settings):
     """CPU threads that write one commit, per rank; a GPU needs none."""
 
     max_staged_bytes: int = Field(default=8 << 30, ge=1 << 20)
-    """Bytes of host memory, per rank, that the changes of one step may take while they wait for its commit. An element
-    of two bytes that changes takes eight."""
+    """Bytes, per rank, that the changes of one step may take while they wait for its commit. An element of two bytes
+    that changes takes eight. Host memory, but for what a GPU holds of them."""
+
+    device_staged_bytes: int | None = Field(default=None, ge=1 << 20)
+    """Bytes of a GPU's memory, per rank, set aside at the start for the changes of one step and for undoing it; so much
+    less is left to vLLM's KV cache. What a step takes beyond waits in pinned host memory, and is committed at the
+    speed of the bus. null: a sixteenth of the weights. Never more than `max_staged_bytes`."""
 
     unmapped: Literal["refuse", "ignore"] = "refuse"
     """What to do about published tensors that the serving model never loads."""

@@ -6,7 +6,9 @@ Importing it registers `torch.ops.vllm_delta_sync`. Does not know the log, the s
 from __future__ import annotations
 
 from vllm_delta_sync.kernels import ops
-from vllm_delta_sync.kernels.backend import Backend, DecodeTiles, Patch, Policy, Prepared, select
+from vllm_delta_sync.kernels.arena import Arena
+from vllm_delta_sync.kernels.backend import Backend, DecodeTiles, Policy, select
 from vllm_delta_sync.kernels.ctx import CodedBlock, Decoded
+from vllm_delta_sync.kernels.patch import Patch, Prepared
 
-__all__ = ["Backend", "CodedBlock", "DecodeTiles", "Decoded", "Patch", "Policy", "Prepared", "ops", "select"]
+__all__ = ["Arena", "Backend", "CodedBlock", "DecodeTiles", "Decoded", "Patch", "Policy", "Prepared", "ops", "select"]

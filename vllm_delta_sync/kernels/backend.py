@@ -7,68 +7,32 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
-from functools import cache
-from typing import Literal, Protocol, get_args
+from dataclasses import dataclass, replace
+from functools import cache, partial
+from typing import Any, Literal, get_args
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from vllm_delta_sync import native
 from vllm_delta_sync.errors import ConfigError
-from vllm_delta_sync.kernels import cpu, ctx, cuda, reference, triton
+from vllm_delta_sync.kernels import cpu, ctx, cuda, places, reference, triton
+from vllm_delta_sync.kernels.arena import Arena
 from vllm_delta_sync.kernels.ctx import CodedBlock, Decoded
-from vllm_delta_sync.kernels.upload import pinned, to_device
+from vllm_delta_sync.kernels.patch import Patch, Prepared
+from vllm_delta_sync.kernels.upload import as_integers, pinned, to_device, uploader
 from vllm_delta_sync.native import cuda as native_cuda
 from vllm_delta_sync.native.library import Loaded
-from vllm_delta_sync.native.types import I64, U32, Bits, Seed
+from vllm_delta_sync.native.types import I64, U32, Seed
 
 Policy = Literal["auto", "native", "triton", "reference"]
-Scatter = Callable[[Sequence[Tensor], Tensor, Tensor, Tensor, Tensor], Tensor]
+Place = Callable[[Sequence[Tensor], I64], I64]
+Write = Callable[[Prepared], Tensor]
 StateHash = Callable[[Tensor, int, Seed], Tensor]
 Diff = Callable[[Tensor, Tensor, bool], tuple[Tensor, Tensor, Tensor]]
 DecodeTiles = Callable[[Sequence[CodedBlock]], list[Decoded | None]]
-
-
-class Patch(Protocol):
-    """An update in host memory; the columns are those of the `scatter_` op."""
-
-    @property
-    def segments(self) -> I64: ...
-    @property
-    def offsets(self) -> U32: ...
-    @property
-    def expected(self) -> Bits: ...
-    @property
-    def values(self) -> Bits: ...
-
-
-@dataclass(frozen=True, eq=False)
-class Prepared:
-    """A patch where the kernels read it: the columns are those of the `scatter_` op.
-
-    Of a GPU they are on the device or, but for segments, in pinned memory.
-    """
-
-    segments: Tensor  # i64 [S, 4]
-    offsets: Tensor  # i32 [n]
-    expected: Tensor  # [n]; together with the others it is what undoes the patch
-    values: Tensor  # [n]
-
-    @property
-    def elements(self) -> int:
-        """Live elements that it writes."""
-        return self.values.numel()
-
-    @property
-    def width(self) -> int:
-        """Bytes of each."""
-        return self.values.element_size()
-
-    def reversed(self) -> Prepared:
-        """What takes it back."""
-        return Prepared(self.segments, self.offsets, self.values, self.expected)
 
 
 @dataclass(frozen=True)
@@ -78,45 +42,69 @@ class Backend:
     name: str  # "native (avx2)", "native (cuda)", "triton" or "reference (torch)"
     reason: str  # why this one
     device: torch.device
-    scatter_: Scatter  # the op of that name, on tensors of `device`; so are the two below
-    state_hash: StateHash
+    place: Place  # from targets and segments of the `scatter_` op, where elements go: `Prepared.places`
+    write: Write  # commits a patch; returns what `scatter_` does, without waiting for it
+    state_hash: StateHash  # the op of that name, on tensors of `device`; so is the next
     diff: Diff
     decode_tiles: DecodeTiles | None  # `kernels.ctx.decode`; None where the host decodes
 
-    def prepare(self, patch: Patch) -> Prepared:
-        """Bring a patch to where the kernels read it, through pinned memory; on a CPU it stays where it is.
+    def prepare(self, targets: Sequence[Tensor], patch: Patch, arena: Arena | None) -> Prepared:
+        """Bring a patch of targets to where the kernels read it: into an arena; on a CPU, without one, it stays put.
 
-        Waits until it is there, so that whoever scatters it may do so on any stream. Where a GPU has no room for it,
-        it stays in pinned memory, and its commit takes as long as the bus does.
+        A column for which there is no room goes into pinned memory of the host, and the commit takes as long as the bus
+        does. Waits until everything is there, so that whoever scatters it may do so on any stream.
         """
-        columns = (patch.offsets, patch.expected, patch.values)
-        segments = to_device(patch.segments, self.device)
-        try:
-            prepared = Prepared(segments, *(to_device(column, self.device) for column in columns))
-        except torch.OutOfMemoryError:
-            prepared = Prepared(segments, *(pinned(column) for column in columns))
-        if self.device.type == "cuda":
-            torch.cuda.current_stream(self.device).synchronize()
+        bring: Callable[[NDArray[Any]], Tensor]
+        if arena is None:
+            assert self.device.type == "cpu", f"a patch for {self.device} needs room there"
+            bring = as_integers
+        else:
+            bring = partial(self._into, arena)
+        prepared = Prepared(
+            targets=tuple(targets),
+            places=bring(self.place(targets, patch.segments)),
+            offsets=bring(patch.offsets),
+            expected=bring(patch.expected),
+            values=bring(patch.values),
+            turn=0 if arena is None else arena.turn,
+        )
+        self.settle()
         return prepared
 
-    def scatter(self, targets: Sequence[Tensor], patch: Prepared) -> int:
+    def _into(self, arena: Arena, column: NDArray[Any]) -> Tensor:
+        integers = as_integers(column)
+        room = arena.cut(tuple(integers.shape), integers.dtype)
+        if room is None:
+            return pinned(column)
+        uploader(self.device).copy(column, room)
+        return room
+
+    def settle(self) -> None:
+        """Wait for what the current stream was given."""
+        if self.device.type == "cuda":
+            torch.cuda.current_stream(self.device).synchronize()
+
+    def scatter_(
+        self, targets: Sequence[Tensor], segments: Tensor, offsets: Tensor, expected: Tensor, values: Tensor
+    ) -> Tensor:
+        """The op of that name; waits for segments, which are placed on the host."""
+        places = to_device(self.place(targets, segments.cpu().numpy()), self.device)
+        return self.write(Prepared(tuple(targets), places, offsets, expected, values))
+
+    def scatter(self, patch: Prepared) -> int:
         """Write a patch over targets that hold `expected`, or nothing at all.
 
         Returns −1, or the index of the first element that is not as expected; then nothing was written. Waits for the
         result, so that whoever reads the targets afterwards, on any stream, sees it.
         """
-        return int(self.scatter_(targets, patch.segments, patch.offsets, patch.expected, patch.values))
+        return int(self.write(patch))
 
     def aside(self) -> AbstractContextManager[object]:
         """Within it the device works on a stream of its own: it does not wait for the model's steps, nor they for it.
 
-        What was queued on the default stream before comes first.
+        Nothing else writes what is read there: a step writes no weights, and a commit is over when `scatter` returns.
         """
-        if self.device.type != "cuda":
-            return nullcontext()
-        side = _side_stream(self.device)
-        side.wait_stream(torch.cuda.default_stream(self.device))
-        return torch.cuda.stream(side)
+        return torch.cuda.stream(_side_stream(self.device)) if self.device.type == "cuda" else nullcontext()
 
     def hash(self, bits: Tensor, start: int, seed: Seed) -> U32:
         """Lanes u32 [4] of elements start … start+n−1; bits: a contiguous 1-D tensor of `device`."""
@@ -142,12 +130,12 @@ def select(policy: Policy, device: torch.device | str, threads: int = 1) -> Back
         "native": lambda: _native(device, threads),
         "triton": lambda: _triton(device),
     }
-    missing = []
+    missing: list[str] = []
     for name, make in makers.items():
         if policy in ("auto", name):
             made = make()
             if isinstance(made, Backend):
-                return made
+                return replace(made, reason="; ".join([*missing, made.reason]))
             missing.append(made)
     why = "; ".join(missing)
     if policy != "auto":
@@ -163,7 +151,13 @@ def _native(device: torch.device, threads: int) -> Backend | str:
         return native.backend_reason()
     if device.type == "cuda" and torch.version.cuda is not None:  # AMD's GPUs are "cuda" devices to torch, too
         loaded = _cuda_library()
-        return loaded.reason if loaded.library is None else _cuda(device, native_cuda.CudaLibrary(loaded))
+        if loaded.library is None:
+            return loaded.reason
+        library = native_cuda.CudaLibrary(loaded)
+        index = torch.cuda.current_device() if device.index is None else device.index
+        if not library.cooperates(index):
+            return f"{device} cannot launch a grid whose blocks wait for each other, as a commit does"
+        return _cuda(device, library)
     return f"there is no native kernel for {device.type} devices"
 
 
@@ -171,28 +165,34 @@ def _triton(device: torch.device) -> Backend | str:
     """Triton, or why it cannot serve this device."""
     why_not = triton.why_not(device)
     return why_not or Backend(
-        "triton", f"on {device.type}", device, triton.scatter_, triton.state_hash, reference.diff, None
+        "triton", f"on {device.type}", device, triton.place, triton.write, triton.state_hash, reference.diff, None
     )
 
 
 def _reference(device: torch.device, reason: str) -> Backend:
-    return Backend("reference (torch)", reason, device, reference.scatter_, reference.state_hash, reference.diff, None)
+    return Backend(
+        "reference (torch)",
+        reason,
+        device,
+        reference.place,
+        reference.write,
+        reference.state_hash,
+        reference.diff,
+        None,
+    )
 
 
 def _cpu(device: torch.device, reason: str, threads: int) -> Backend:
-    def scatter_(
-        targets: Sequence[Tensor], segments: Tensor, offsets: Tensor, expected: Tensor, values: Tensor
-    ) -> Tensor:
-        return cpu.scatter_(targets, segments, offsets, expected, values, threads)
+    def write(patch: Prepared) -> Tensor:
+        return cpu.write(patch, threads)
 
-    return Backend(native.backend(), reason, device, scatter_, cpu.state_hash, cpu.diff, None)
+    return Backend(native.backend(), reason, device, places.rows, write, cpu.state_hash, cpu.diff, None)
 
 
 def _cuda(device: torch.device, library: native_cuda.CudaLibrary) -> Backend:
-    def scatter_(
-        targets: Sequence[Tensor], segments: Tensor, offsets: Tensor, expected: Tensor, values: Tensor
-    ) -> Tensor:
-        return cuda.scatter_(library, targets, segments, offsets, expected, values)
+    def write(patch: Prepared) -> Tensor:
+        with torch.cuda.device(device):
+            return cuda.write(library, patch, device, torch.cuda.current_stream(device).cuda_stream)
 
     def state_hash(bits: Tensor, start: int, seed: Seed) -> Tensor:
         return cuda.state_hash(library, bits, start, seed)
@@ -205,7 +205,7 @@ def _cuda(device: torch.device, library: native_cuda.CudaLibrary) -> Backend:
         with torch.cuda.device(device):
             return ctx.decode(library, blocks, torch.cuda.current_stream(device).cuda_stream)
 
-    return Backend("native (cuda)", library.path, device, scatter_, state_hash, diff, decode_tiles)
+    return Backend("native (cuda)", library.path, device, places.rows, write, state_hash, diff, decode_tiles)
 
 
 @cache

@@ -5,13 +5,12 @@ Does not copy: tensors are handed over by address.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import numpy as np
 import torch
 from torch import Tensor
 
 from vllm_delta_sync import native
+from vllm_delta_sync.kernels.patch import Prepared
 from vllm_delta_sync.kernels.upload import SIGNED
 from vllm_delta_sync.native.types import WIDTHS, Bits, Seed
 
@@ -25,17 +24,10 @@ def as_bits(tensor: Tensor) -> Bits:
     return bits
 
 
-def scatter_(
-    targets: Sequence[Tensor], segments: Tensor, offsets: Tensor, expected: Tensor, values: Tensor, threads: int
-) -> Tensor:
-    """See `kernels.ops`."""
-    width = values.element_size()
-    rows = segments.numpy().copy()
-    bases = np.array([target.data_ptr() for target in targets], np.int64)
-    rows[:, 0] = bases[rows[:, 0]] + rows[:, 1] * width
-    rows[:, 1:3] = rows[:, 2:4]
-    rows[:, 3] = 0
-    index = native.scatter(rows, as_bits(offsets), as_bits(expected), as_bits(values), threads=threads)
+def write(patch: Prepared, threads: int) -> Tensor:
+    """Commit a patch; returns what `kernels.ops.scatter_` does."""
+    columns = (as_bits(column) for column in (patch.offsets, patch.expected, patch.values))
+    index = native.scatter(patch.places.numpy(), *columns, threads=threads)
     return torch.tensor(index, dtype=torch.int64)
 
 

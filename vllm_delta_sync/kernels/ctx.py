@@ -93,8 +93,9 @@ class Launch:
     def results(self) -> list[Decoded | None]:
         """Of each block, in order; waits for the device."""
         device, width = self._values.device, self._values.element_size()
-        room = torch.from_numpy(self._jobs[:, 1].copy())
-        owner = torch.repeat_interleave(torch.arange(len(self._jobs)), room).to(device)
+        room = to_device(self._jobs[:, 1].copy(), device)
+        jobs = torch.arange(len(self._jobs), device=device)
+        owner = torch.repeat_interleave(jobs, room, output_size=self._values.numel())
         order = torch.argsort(owner << 32 | self._positions.to(torch.int64) & 0xFFFFFFFF)
         positions = self._positions[order].cpu().numpy().view(np.uint32)
         values = self._values[order].cpu().numpy().view(WIDTHS[width])
@@ -106,7 +107,7 @@ class Launch:
 
 
 def _tables(blocks: Sequence[CodedBlock]) -> tuple[I64, I64, U16]:
-    """Rows of TileJob, with offsets in place of addresses of data, of BlockJob and of ClassRow (csrc/ctx_decode.h)."""
+    """Rows of TileJob, with offsets in place of addresses of data, of BlockJob and of ClassRow (csrc/ctx_team.h)."""
     models: dict[int, tuple[int, CtxModel]] = {}  # by identity: blocks of a version share them
     tiles, jobs = [np.empty((0, TILE_COLUMNS), np.int64)], np.zeros((len(blocks), BLOCK_COLUMNS), np.int64)
     first = classes = offset = 0

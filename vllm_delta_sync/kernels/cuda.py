@@ -5,36 +5,24 @@ Does not wait for the device, except where a result is read.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
-import numpy as np
 import torch
 from torch import Tensor
 
-from vllm_delta_sync.kernels.upload import to_device
+from vllm_delta_sync.kernels.patch import Prepared
 from vllm_delta_sync.native.cuda import DIFF_TILE, CudaLibrary
 from vllm_delta_sync.native.types import Seed
 
 
-def scatter_(
-    library: CudaLibrary,
-    targets: Sequence[Tensor],
-    segments: Tensor,
-    offsets: Tensor,
-    expected: Tensor,
-    values: Tensor,
-) -> Tensor:
-    """See `kernels.ops`. Offsets, expected and values may be in pinned memory of the host."""
-    device, width = segments.device, values.element_size()
-    with torch.cuda.device(device):
-        bases = to_device(np.array([target.data_ptr() for target in targets], np.int64), device)
-        address = bases[segments[:, 0]] + segments[:, 1] * width
-        rows = torch.stack([address, segments[:, 2], segments[:, 3], torch.zeros_like(address)], dim=1)
-        first = torch.empty((), dtype=torch.int64, device=device)
-        library.scatter(
-            width, rows.data_ptr(), len(rows), offsets.data_ptr(), expected.data_ptr(), values.data_ptr(),
-            values.numel(), first.data_ptr(), torch.cuda.current_stream(device).cuda_stream,
-        )  # fmt: skip
+def write(library: CudaLibrary, patch: Prepared, device: torch.device, stream: int) -> Tensor:
+    """Enqueue the commit of a patch, whose columns may be in pinned memory of the host: one launch, and nothing else.
+
+    Returns what `kernels.ops.scatter_` does; `stream` is the handle of torch's current one.
+    """
+    first = torch.empty((), dtype=torch.int64, device=device)
+    library.scatter(
+        patch.width, patch.places.data_ptr(), len(patch.places), patch.offsets.data_ptr(), patch.expected.data_ptr(),
+        patch.values.data_ptr(), patch.elements, first.data_ptr(), stream,
+    )  # fmt: skip
     return first
 
 

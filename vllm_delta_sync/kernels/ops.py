@@ -4,8 +4,8 @@
         targets: flat 1-D tensors of one integer dtype, views of live storages. segments i64 [S, 4]: rows (target index,
         base element, first, last), ascending: element i of first … last−1 goes to targets[t][base + offsets[i]].
         offsets: u32 [n], or its bits as int32. expected, values: [n], of the targets' dtype. Targets are distinct.
-        Returns i64 []: −1, or the index of the first element whose live bits are not `expected`; then no live bit
-        differs from before the call.
+        Waits for segments, which are read on the host. Returns i64 []: −1, or the index of the first element whose live
+        bits are not `expected`; then no live bit differs from before the call.
     state_hash(Tensor bits, int start, int seed_a, int seed_b) -> Tensor
         bits: contiguous [n], elements start … start+n−1 of a tensor. Seeds: 64 bits, read as unsigned.
         Returns i64 [4]: the lanes of docs/protocol.md, each below 2**32.

@@ -10,30 +10,40 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from vllm_delta_sync.kernels.patch import Prepared
 from vllm_delta_sync.native.portable_hash import BLOCK, KEYS
-from vllm_delta_sync.native.types import Seed
+from vllm_delta_sync.native.types import I64, Seed
 
 CHUNK = 1 << 20  # 16-bit units per step of the hash
 _MASK64 = (1 << 64) - 1
 
 
-def scatter_(targets: Sequence[Tensor], segments: Tensor, offsets: Tensor, expected: Tensor, values: Tensor) -> Tensor:
-    """See `kernels.ops`. Compares everything before it writes anything, so there is nothing to undo."""
-    outcome = torch.full((), -1, dtype=torch.int64, device=segments.device)
+def place(targets: Sequence[Tensor], segments: I64) -> I64:
+    """The segments as they are: plain torch knows no addresses."""
+    return segments
+
+
+def write(patch: Prepared) -> Tensor:
+    """Commit a patch; returns what `kernels.ops.scatter_` does.
+
+    Compares everything before it writes anything, so there is nothing to undo.
+    """
+    device = patch.targets[0].device if patch.targets else torch.device("cpu")
     places = []
-    for target, base, first, last in segments.tolist():
-        live = targets[target]
+    for target, base, first, last in patch.places.tolist():
+        live = patch.targets[target]
         # The columns of a GPU's patch may be in pinned memory of the host.
-        part, was, new = (column[first:last].to(live.device) for column in (offsets, expected, values))
+        columns = (patch.offsets, patch.expected, patch.values)
+        part, was, new = (column[first:last].to(live.device) for column in columns)
         # u32 bits in an int32 tensor: torch indexes with int64 only
         where = (part.view(torch.int32).to(torch.int64) & 0xFFFFFFFF) + base
         wrong = (live[where] != was).nonzero()
         if wrong.numel():
-            return outcome.copy_(wrong[0, 0] + first)
+            return torch.tensor(int(wrong[0, 0]) + first, dtype=torch.int64)  # known by now, and nothing is under way
         places.append((live, where, new))
     for live, where, new in places:
         live[where] = new
-    return outcome
+    return torch.full((), -1, dtype=torch.int64, device=device)  # behind what was written: who reads it waits for that
 
 
 def diff(before: Tensor, after: Tensor, advance: bool) -> tuple[Tensor, Tensor, Tensor]:

@@ -12,10 +12,12 @@ from functools import cache
 import torch
 from torch import Tensor
 
+from vllm_delta_sync.kernels import places
+from vllm_delta_sync.kernels.patch import Prepared
 from vllm_delta_sync.native.portable_hash import BLOCK, KEYS, LANES
-from vllm_delta_sync.native.types import Seed
+from vllm_delta_sync.native.types import I64, Seed
 
-TILE = 1024  # elements per program of a scatter
+TILE = 1024  # elements per program of a commit
 MOST_PROGRAMS = 4096  # of a hash; each strides over the rest
 
 
@@ -32,43 +34,28 @@ def why_not(device: torch.device) -> str | None:
     return None
 
 
-def scatter_(targets: Sequence[Tensor], segments: Tensor, offsets: Tensor, expected: Tensor, values: Tensor) -> Tensor:
-    """See `kernels.ops`. One kernel compares everything, a second writes unless the first found something.
+def place(targets: Sequence[Tensor], segments: I64) -> I64:
+    """A run of at most TILE elements for each program."""
+    return places.runs(targets, segments, TILE)
 
-    Offsets, expected and values may be in pinned memory of the host.
+
+def write(patch: Prepared) -> Tensor:
+    """Commit a patch placed in runs; returns what `kernels.ops.scatter_` does.
+
+    One kernel compares everything, a second writes unless the first found something. Columns may be in pinned memory of
+    the host.
     """
     from vllm_delta_sync.kernels import triton_kernels as kernels
 
+    if not len(patch.places):
+        return torch.tensor(-1, dtype=torch.int64)
     none = torch.iinfo(torch.int64).max
-    first = torch.full((), none, dtype=torch.int64, device=segments.device)
-    if values.numel() and len(segments):
-        tiles = _tiles(targets, segments, values.numel())
-        places = offsets.view(torch.int32)
-        grid = (len(tiles),)
-        kernels.compare[grid](tiles, places, expected, first, none, TILE)
-        kernels.write[grid](tiles, places, values, first, none, TILE)
+    first = torch.full((), none, dtype=torch.int64, device=patch.targets[0].device)
+    offsets = patch.offsets.view(torch.int32)
+    grid = (len(patch.places),)
+    kernels.compare[grid](patch.places, offsets, patch.expected, first, none, TILE)
+    kernels.write[grid](patch.places, offsets, patch.values, first, none, TILE)
     return torch.where(first == none, -1, first)
-
-
-def _tiles(targets: Sequence[Tensor], segments: Tensor, n: int) -> Tensor:
-    """The segments cut into runs of at most TILE elements: int64 [P, 3] rows of (address, first, last).
-
-    P is a bound that needs no look at the device's memory; rows beyond the last run are empty.
-    """
-    device = segments.device
-    bases = torch.tensor([target.data_ptr() for target in targets], dtype=torch.int64, device=device)
-    width = targets[0].element_size()
-    address = bases[segments[:, 0]] + segments[:, 1] * width
-    begin, end = segments[:, 2], segments[:, 3]
-    ends = torch.cumsum((end - begin + TILE - 1) // TILE, 0)  # of each segment's runs
-    run = torch.arange(n // TILE + len(segments), dtype=torch.int64, device=device)
-    owner = torch.searchsorted(ends, run, right=True)
-    used = owner < len(segments)
-    owner = owner.clamp(max=len(segments) - 1)
-    before = torch.where(owner > 0, ends[owner - 1], 0)
-    first = begin[owner] + (run - before) * TILE
-    last = torch.minimum(first + TILE, end[owner])
-    return torch.stack([address[owner], first, torch.where(used, last, first)], dim=1)
 
 
 def state_hash(bits: Tensor, start: int, seed: Seed) -> Tensor:

@@ -10,9 +10,9 @@ import triton.language as tl
 
 
 @triton.jit
-def _places(tiles, offsets, like, TILE: tl.constexpr):
+def _places(runs, offsets, like, TILE: tl.constexpr):
     """Indices of one run's elements, which of them exist, and where each lives."""
-    row = tiles + 3 * tl.program_id(0)
+    row = runs + 3 * tl.program_id(0)
     address, first, last = tl.load(row), tl.load(row + 1), tl.load(row + 2)
     index = first + tl.arange(0, TILE)
     exists = index < last
@@ -21,9 +21,9 @@ def _places(tiles, offsets, like, TILE: tl.constexpr):
 
 
 @triton.jit
-def compare(tiles, offsets, expected, outcome, NONE: tl.constexpr, TILE: tl.constexpr):
+def compare(runs, offsets, expected, outcome, NONE: tl.constexpr, TILE: tl.constexpr):
     """The lowest index whose live bits are not as expected goes to `outcome`, which holds NONE before."""
-    index, exists, live = _places(tiles, offsets, expected, TILE)
+    index, exists, live = _places(runs, offsets, expected, TILE)
     wrong = exists & (tl.load(live, exists, 0) != tl.load(expected + index, exists, 0))
     lowest = tl.min(tl.where(wrong, index, NONE))
     if lowest != NONE:
@@ -31,10 +31,10 @@ def compare(tiles, offsets, expected, outcome, NONE: tl.constexpr, TILE: tl.cons
 
 
 @triton.jit
-def write(tiles, offsets, values, outcome, NONE: tl.constexpr, TILE: tl.constexpr):
+def write(runs, offsets, values, outcome, NONE: tl.constexpr, TILE: tl.constexpr):
     """Write every element, or none where `outcome` is not NONE."""
     if tl.load(outcome) == NONE:
-        index, exists, live = _places(tiles, offsets, values, TILE)
+        index, exists, live = _places(runs, offsets, values, TILE)
         tl.store(live, tl.load(values + index, exists, 0), exists)
 
 

@@ -9,8 +9,8 @@ from collections.abc import Callable
 
 from vllm_delta_sync.errors import Unavailable
 from vllm_delta_sync.log import pointer as latest
+from vllm_delta_sync.log.catalogs import put_catalog
 from vllm_delta_sync.log.reader import DeltaLog
-from vllm_delta_sync.log.writer import put_catalog_object
 from vllm_delta_sync.wire.catalog import Catalog
 from vllm_delta_sync.wire.manifest import LatestPointer
 
@@ -29,7 +29,7 @@ def amend(log: DeltaLog, change: Callable[[Catalog, LatestPointer], Catalog]) ->
 
     def amended(current: LatestPointer) -> LatestPointer:
         made.append(change(log.catalog(current), current))
-        ref = put_catalog_object(log.store, made[-1], current.sequence + 1)
+        ref = put_catalog(log.store, made[-1], current.sequence + 1)
         return current.model_copy(update={"catalog": ref})
 
     for _ in range(_ATTEMPTS):

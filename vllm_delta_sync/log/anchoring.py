@@ -23,12 +23,12 @@ from vllm_delta_sync.log.materialize import reconstructed
 from vllm_delta_sync.log.progress import Progress, silent
 from vllm_delta_sync.log.reader import DeltaLog
 from vllm_delta_sync.log.route import Route
+from vllm_delta_sync.native.types import Bits
 from vllm_delta_sync.wire import state_hash
 from vllm_delta_sync.wire.catalog import Anchor, Catalog
 from vllm_delta_sync.wire.checkpoint import (
     FILE_BYTES,
     INDEX,
-    Bits,
     config_files,
     index_of,
     open_checkpoint,

@@ -13,10 +13,10 @@ from dataclasses import dataclass
 from vllm_delta_sync.errors import ConfigError
 from vllm_delta_sync.log import pointer as latest
 from vllm_delta_sync.log import retention
+from vllm_delta_sync.log.catalogs import put_catalog
 from vllm_delta_sync.log.progress import Progress, silent
 from vllm_delta_sync.log.reader import DeltaLog
 from vllm_delta_sync.log.settling import settled
-from vllm_delta_sync.log.writer import put_catalog_object
 from vllm_delta_sync.store import Dated
 from vllm_delta_sync.wire.catalog import Anchor, Catalog, Fold
 from vllm_delta_sync.wire.manifest import LatestPointer, Manifest
@@ -129,7 +129,7 @@ def _make_current(log: DeltaLog, found: _Plan, sleep: Callable[[float], object])
         moved = current.catalog != found.pointer.catalog or current.pin != found.pointer.pin
         if moved or found.after == found.before:
             return current
-        return current.model_copy(update={"catalog": put_catalog_object(log.store, found.after, current.sequence + 1)})
+        return current.model_copy(update={"catalog": put_catalog(log.store, found.after, current.sequence + 1)})
 
     if found.after == found.before:
         return latest.look(log).pointer.catalog == found.pointer.catalog

@@ -6,13 +6,13 @@ Does not know versions, tables or stores: `layers` does. Does not have the value
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from vllm_delta_sync import native
 from vllm_delta_sync.errors import BaseNeeded
+from vllm_delta_sync.native.types import Bits
 from vllm_delta_sync.wire import dtypes
 from vllm_delta_sync.wire.codec_rules import BITMAP, CTX, DENSE, GAP, SLACK_BYTES
 from vllm_delta_sync.wire.codecs import decode_encoded, dense_block
@@ -20,7 +20,6 @@ from vllm_delta_sync.wire.encoded import EncodedBlock
 from vllm_delta_sync.wire.sparse import gap_abs_block, gap_block, gap_of, smaller_index
 from vllm_delta_sync.wire.tensors import TensorSpec
 
-Bits = npt.NDArray[Any]  # unsigned integers of a dtype's width
 Positions = npt.NDArray[np.uint32]
 Steps = npt.NDArray[np.uint16]
 

@@ -16,11 +16,13 @@ from operator import attrgetter
 from vllm_delta_sync import native
 from vllm_delta_sync.errors import BaseNeeded, VersionGap
 from vllm_delta_sync.log import compose as blocks
-from vllm_delta_sync.log.compose import Bits, Change, Held
+from vllm_delta_sync.log.compose import Change, Held
 from vllm_delta_sync.log.packing import TensorUpdate
+from vllm_delta_sync.native.types import Bits
 from vllm_delta_sync.wire import state_hash
 from vllm_delta_sync.wire.codec_rules import CTX
-from vllm_delta_sync.wire.codecs import EncodedBlock, encode_block, encoded_of
+from vllm_delta_sync.wire.codecs import encode_block, encoded_of
+from vllm_delta_sync.wire.encoded import EncodedBlock
 from vllm_delta_sync.wire.frames import Buffer
 from vllm_delta_sync.wire.manifest import ObjectRef
 from vllm_delta_sync.wire.state_hash import Lanes

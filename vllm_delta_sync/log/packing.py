@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from vllm_delta_sync.wire.codecs import EncodedBlock
+from vllm_delta_sync.wire.encoded import EncodedBlock
 from vllm_delta_sync.wire.frames import Buffer
 from vllm_delta_sync.wire.state_hash import Lanes
 from vllm_delta_sync.wire.table import Block, VersionTable

@@ -12,12 +12,12 @@ from dataclasses import dataclass
 from vllm_delta_sync.errors import Unavailable, VersionGap
 from vllm_delta_sync.log import pointer as latest
 from vllm_delta_sync.log.base import Base
+from vllm_delta_sync.log.catalogs import put_catalog
 from vllm_delta_sync.log.folding import write_fold
 from vllm_delta_sync.log.plan import Edge, admissible, plan
 from vllm_delta_sync.log.progress import Progress, silent
 from vllm_delta_sync.log.reader import DeltaLog
 from vllm_delta_sync.log.settling import settled
-from vllm_delta_sync.log.writer import put_catalog_object
 from vllm_delta_sync.wire.catalog import Catalog, Fold
 from vllm_delta_sync.wire.manifest import LatestPointer
 
@@ -145,7 +145,7 @@ def _put(
         if not new:
             return forward
         whole = catalog.model_copy(update={"folds": (*catalog.folds, *new)})
-        ref = put_catalog_object(log.store, whole, current.sequence + 1)
+        ref = put_catalog(log.store, whole, current.sequence + 1)
         return forward.model_copy(update={"catalog": ref})
 
     written = latest.update(log, change).pointer

@@ -13,10 +13,10 @@ from dataclasses import dataclass
 from vllm_delta_sync.errors import LogError, MalformedObject, NotFound, Unavailable, VersionGap
 from vllm_delta_sync.log import fetch, names
 from vllm_delta_sync.log import pointer as latest
+from vllm_delta_sync.log.catalogs import put_catalog
 from vllm_delta_sync.log.checking import Checked, State, check_anchor, check_payload
 from vllm_delta_sync.log.progress import Progress, silent
 from vllm_delta_sync.log.reader import DeltaLog
-from vllm_delta_sync.log.writer import put_catalog_object
 from vllm_delta_sync.wire import canonical_json, state_hash
 from vllm_delta_sync.wire.catalog import Catalog
 from vllm_delta_sync.wire.manifest import LatestPointer, Manifest, ObjectRef
@@ -78,7 +78,7 @@ def repair_latest(log: DeltaLog, *, to: str | None = None, progress: Progress = 
             version=chosen.version,
             manifest=tip,
             base=base,
-            catalog=put_catalog_object(log.store, kept, at + 1) if kept != Catalog(run=log.run) else None,
+            catalog=put_catalog(log.store, kept, at + 1) if kept != Catalog(run=log.run) else None,
             pin=pin,
         )
 

@@ -5,17 +5,17 @@ Does not diff, encode or retry.
 
 from __future__ import annotations
 
-import hashlib
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
 
-from vllm_delta_sync.errors import DeltaSyncError, LogError, MalformedObject, NotFound, RivalWriter, VersionGap
+from vllm_delta_sync.errors import DeltaSyncError, MalformedObject, NotFound, RivalWriter, VersionGap
 from vllm_delta_sync.log import anchors, names, payload, pointer
+from vllm_delta_sync.log.catalogs import Catalogs, put_document
 from vllm_delta_sync.log.discarding import discarding
-from vllm_delta_sync.log.draft import Change, Draft, drafted
+from vllm_delta_sync.log.draft import Change, Draft
 from vllm_delta_sync.log.packing import Packed, TensorUpdate, pack
 from vllm_delta_sync.log.pointer import Seen
 from vllm_delta_sync.log.reader import DeltaLog
@@ -57,11 +57,8 @@ class LogWriter:
         self._pointer = at
         self._seen: Seen | None = None
         self._manifests = {at.manifest.sha256}
-        self._catalogs = {at.catalog.sha256} if at.catalog else set()
+        self._catalogs = Catalogs(log, at, stamps)
         self._given_up: dict[str, int] = {}  # versions whose write of LATEST failed, by SHA-256; it may arrive late
-        self._catalog: Catalog | None = None  # the last one that was read or written
-        self._catalog_at: wire.ObjectRef | None = None  # what leads to that
-        self._offered: Draft | None = None  # the catalog that LATEST is to name when it is written next
         self._lookout = Lookout(log)
         self._shard_bytes = shard_bytes
         self._stamps = stamps
@@ -194,65 +191,37 @@ class LogWriter:
             draft = self.draft_catalog(change, batch)
         self.offer_catalog(draft)
         self.put_offered()
-        return self._present_catalog(self._pointer)
+        return self._catalogs.present(self._pointer)
 
     def draft_catalog(self, change: Change, batch: Batch) -> Draft:
         """Put, as part of a batch, what `change` makes of the catalog to come; to be offered when the batch has ended.
 
         Raises what reading the present catalog raises, and what the store raises.
         """
-        own, before = self._pointer, self._offered
-        catalog = change(self._present_catalog(own) if before is None else before.catalog)
-        ref = put_catalog_object(batch, catalog, own.sequence + 1, self._stamps)
-        if before is None:
-            return drafted(catalog, ref, (change,), own)
-        return before.then(catalog, ref, change, own.pin)
+        return self._catalogs.draft(change, batch, self._pointer)
 
     def offer_catalog(self, draft: Draft) -> None:
         """Let LATEST name this catalog when it is written next, be it by `commit` or by `put_offered`."""
-        self._offered = draft
+        self._catalogs.offer(draft)
 
     def put_offered(self) -> None:
         """Let LATEST name the catalog that was offered, if one was, now. Raises as `commit` does."""
-        if self._offered is not None:
-            self._update(self._with_offered, self._look())
+        if self._catalogs.offered:
+            self._update(self._catalogs.named, self._look())
 
     @property
     def offered(self) -> bool:
         """Whether a catalog waits for LATEST to name it."""
-        return self._offered is not None
-
-    def _with_offered(self, own: wire.LatestPointer) -> wire.LatestPointer:
-        draft = self._offered
-        if draft is None:
-            return own
-        if not draft.may_follow(own):
-            catalog = self._present_catalog(own)
-            for change in draft.changes:
-                catalog = change(catalog)
-            ref = put_catalog_object(self.log.store, catalog, own.sequence + 1, self._stamps)
-            draft = self._offered = drafted(catalog, ref, draft.changes, own)
-        self._catalogs.add(draft.ref.sha256)
-        return own.model_copy(update={"catalog": draft.ref})
+        return self._catalogs.offered
 
     def _and_catalog(self, own: wire.LatestPointer, version: Mapping[str, object]) -> wire.LatestPointer:
         """With a new version, and the catalog that was offered unless that cannot be: no version waits for folds."""
         try:
-            own = self._with_offered(own)
+            own = self._catalogs.named(own)
         except DeltaSyncError as error:
             logger.warning("the newest folds and anchors of %s are left out: %s", self.log.store.uri, error)
-            self._offered = None
+            self._catalogs.withdraw()
         return own.model_copy(update=version)
-
-    def _present_catalog(self, own: wire.LatestPointer) -> Catalog:
-        """The catalog that LATEST names, or if that is lost or damaged the last one that was not: so it is replaced."""
-        if self._catalog is None or self._catalog_at != own.catalog:
-            try:
-                self._catalog, self._catalog_at = self.log.catalog(own), own.catalog
-            except (LogError, NotFound):
-                if self._catalog is None:
-                    raise
-        return self._catalog
 
     def _look(self) -> Seen:
         """LATEST, which is this writer's; RivalWriter if not."""
@@ -268,16 +237,12 @@ class LogWriter:
             self.log, lambda found: change(self._carried(found)), seen, sleep=self._stamps.sleep
         )
         self._pointer = self._seen.pointer
-        named, draft = self._pointer.catalog, self._offered
-        if named is not None:
-            self._catalogs.add(named.sha256)
-        if draft is not None and draft.ref == named:
-            self._catalog, self._catalog_at, self._offered = draft.catalog, named, None
+        self._catalogs.settle(self._pointer)
 
     def _carried(self, found: wire.LatestPointer) -> wire.LatestPointer:
         # One that was given up and came late is overwritten by what took its place; nothing has yet: it stands.
         late = {sha256 for sha256, version in self._given_up.items() if version <= self._pointer.version}
-        own = pointer.carried(self._pointer, found, self._manifests | late, self._catalogs)
+        own = pointer.carried(self._pointer, found, self._manifests | late, self._catalogs.own)
         if own is None:
             raise self._rival(described(self.log, found.manifest, found.version))
         self._pointer = own
@@ -292,14 +257,4 @@ class LogWriter:
 
 
 def _put_manifest(store: Batch, manifest: wire.Manifest, attempt: str) -> wire.ObjectRef:
-    return _put_json(store, names.manifest(manifest.version, attempt), manifest.to_bytes())
-
-
-def put_catalog_object(store: Batch, catalog: Catalog, sequence: int, stamps: Stamps = SYSTEM) -> wire.ObjectRef:
-    """Put a catalog, which nothing names yet, for LATEST as it will be at `sequence`; returns what leads to it."""
-    return _put_json(store, names.catalog(sequence, stamps.fresh()), catalog.to_bytes())
-
-
-def _put_json(store: Batch, key: str, data: bytes) -> wire.ObjectRef:
-    info = store.put(key, data)
-    return wire.ObjectRef(key=key, sha256=hashlib.sha256(data).hexdigest(), size=len(data), content=info.content)
+    return put_document(store, names.manifest(manifest.version, attempt), manifest.to_bytes())

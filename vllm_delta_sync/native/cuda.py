@@ -5,6 +5,8 @@ Does not know torch, and does not need a GPU to be imported: a call on a machine
 
 from __future__ import annotations
 
+import ctypes
+
 from vllm_delta_sync.errors import DeltaSyncError
 from vllm_delta_sync.native.library import CUDA_FUNCTIONS, Loaded, load
 from vllm_delta_sync.native.types import Seed
@@ -31,6 +33,11 @@ class CudaLibrary:
         self._lib = loaded.library
         self.path = loaded.reason
 
+    def cooperates(self, device: int) -> bool:
+        """Whether a device, by its number, runs grids whose blocks wait for each other; not where nothing answers."""
+        yes = ctypes.c_int()
+        return self._lib.vds_cuda_cooperates(device, ctypes.addressof(yes)) == 0 and yes.value != 0
+
     def scatter(
         self,
         width: int,
@@ -43,7 +50,7 @@ class CudaLibrary:
         first: int,
         stream: int,
     ) -> None:
-        """Enqueue a scatter with the meaning of `native.scatter`. All arguments but counts are device addresses.
+        """Enqueue a scatter with the meaning of `native.scatter`, in one launch. All but counts are device addresses.
 
         segments i64 [count, 4], offsets u32 [n], expected and values uW [n]; first: i64 [1], receives −1 or the index.
         """
@@ -71,7 +78,7 @@ class CudaLibrary:
         """Enqueue the decoding of ctx tiles of elements of 1, 2 or 4 bytes. All but counts are device addresses.
 
         tiles i64 [count, TILE_COLUMNS], blocks i64 [block_count, BLOCK_COLUMNS], models u16 [·, CLASS_COLUMNS]: rows of
-        TileJob, BlockJob and ClassRow (csrc/ctx_decode.h). positions u32 and values uW: of each block, in no order, at
+        TileJob, BlockJob and ClassRow (csrc/ctx_team.h). positions u32 and values uW: of each block, in no order, at
         most what it has room for. outcomes u32 [block_count, 2]: changes found, and not 0 where a tile is malformed or
         there was no room.
         """
@@ -119,7 +126,8 @@ class CudaLibrary:
         if status:
             words = self._lib.vds_cuda_error(status).decode()
             raise CudaError(
-                f"CUDA {what} kernel was not launched: error {status}, {words}; set `kernel: reference` to do without"
+                f"CUDA {what} kernel was not launched: error {status}, {words}; set `kernel: triton` or "
+                "`kernel: reference` to do without"
             )
 
 

@@ -58,6 +58,10 @@ CPU_FUNCTIONS: dict[str, tuple[Any, list[Any]]] = {
 # Those of the CUDA library that a host can run, too, as its tests do.
 PHASED_FUNCTIONS: dict[str, tuple[Any, list[Any]]] = {
     "vds_cuda_error": (c_char_p, [c_int]),
+    "vds_cuda_scatter": (
+        c_int,
+        [c_int, c_void_p, c_int64, c_void_p, c_void_p, c_void_p, c_int64, c_void_p, c_void_p],
+    ),
     "vds_cuda_ctx_decode": (
         c_int,
         [c_int, c_void_p, c_int64, c_void_p, c_int64, c_void_p, c_void_p, c_void_p, c_void_p, c_void_p],
@@ -70,10 +74,7 @@ PHASED_FUNCTIONS: dict[str, tuple[Any, list[Any]]] = {
 }
 
 CUDA_FUNCTIONS: dict[str, tuple[Any, list[Any]]] = {
-    "vds_cuda_scatter": (
-        c_int,
-        [c_int, c_void_p, c_int64, c_void_p, c_void_p, c_void_p, c_int64, c_void_p, c_void_p],
-    ),
+    "vds_cuda_cooperates": (c_int, [c_int, c_void_p]),
     "vds_cuda_hash": (c_int, [c_int, c_void_p, c_int64, c_int64, c_uint64, c_uint64, c_void_p, c_void_p]),
     **PHASED_FUNCTIONS,
 }

@@ -6,7 +6,7 @@ Does not import torch or vLLM, and never looks at an element: only at sizes, str
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from math import prod
 
@@ -121,6 +121,25 @@ class Region:
     def target(self) -> Box:
         """The positions in the live storage."""
         return Box.of(View(self.target_offset, self.sizes, self.target_strides))
+
+    def rows(self, first: int, count: int) -> Region:
+        """`count` rows, or what there is of them, from row `first` of the outermost dim on."""
+        return replace(
+            self,
+            sizes=(min(count, self.sizes[0] - first), *self.sizes[1:]),
+            source_offset=self.source_offset + first * self.source_strides[0],
+            target_offset=self.target_offset + first * self.target_strides[0],
+        )
+
+    @property
+    def first_row(self) -> Region:
+        """The first row of the outermost dim, without that dim."""
+        return replace(
+            self,
+            sizes=self.sizes[1:],
+            source_strides=self.source_strides[1:],
+            target_strides=self.target_strides[1:],
+        )
 
 
 def compose(tensor: str, source: View, target: View, storage: int, target_dtype: str) -> Region:

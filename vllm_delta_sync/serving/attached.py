@@ -43,6 +43,16 @@ class EngineWork:
         self._labels: deque[tuple[int, str]] = deque()  # (batches in flight that still belong to the one before, label)
         self._encoder_stale = False
 
+    def reserve(self) -> None:
+        """Have the ranks set device memory aside.
+
+        Raises:
+            ConfigError: one has not as much left.
+        """
+        most = max(result["bytes"] for result in self._call("delta_sync_reserve"))
+        if most:
+            logger.info("delta-sync: %.0f MiB of each device are set aside for updates", most / (1 << 20))
+
     def open(self, address: str, authkey: bytes) -> int:
         """Connect the ranks; returns how many there are."""
         busy = frozenset().union(*(result["cores"] for result in self._call("delta_sync_cores")))
@@ -74,7 +84,10 @@ class EngineWork:
             trusted = self._roll_back(version)
             return Committed(version, time.perf_counter() - begin, (error.cause, str(error)), trusted)
         self._set_label(str(version))
-        self._treat_caches()
+        try:
+            self._treat_caches()
+        except Exception:  # of vLLM's own: the weights are committed, and the server must not end for it
+            logger.exception("delta-sync: version %d is served, but what vLLM caches of requests stays", version)
         return Committed(version, time.perf_counter() - begin)
 
     def adopt(self, run: str, version: int) -> None:
@@ -162,7 +175,7 @@ class Attached:
     """The parts, wired to one engine core.
 
     Args:
-        core: an EngineCore whose model is loaded and whose KV cache is sized.
+        core: an EngineCore whose model is loaded.
     """
 
     def __init__(self, core: Any) -> None:
@@ -230,14 +243,13 @@ class Attached:
                 self.gate.run_pending()
         status = self._controller.status
         if status.phase in (Phase.HALTED, Phase.POISONED):
-            raise _as_error((status.last_error or "").partition(":")[0], status.last_error or status.phase.value)
+            raise _as_error(status.last_cause, status.last_error or status.phase.value)
         if status.served is None:
             logger.warning("delta-sync: nothing is published at %s yet; serving the checkpoint", self.config.store.uri)
 
 
 def _require_queue(executor: Any) -> None:
-    """Only executors that send every call through one queue, in order, keep a commit between two steps "
-    "on every rank."""
+    """Raise UnsupportedEngine unless all calls go to the ranks through one queue, in order, as a commit needs it."""
     from vllm.v1.executor.multiproc_executor import MultiprocExecutor
     from vllm.v1.executor.uniproc_executor import ExecutorWithExternalLauncher, UniProcExecutor
 
@@ -245,13 +257,12 @@ def _require_queue(executor: Any) -> None:
         executor, (MultiprocExecutor, UniProcExecutor)
     ):
         raise UnsupportedEngine(
-            f"{type(executor).__name__} does not send all calls to the ranks through one queue, so a "
-            "commit cannot be placed "
-            "between two steps; use --distributed-executor-backend mp"
+            f"{type(executor).__name__} does not send all calls to the ranks through one queue, so a commit cannot be "
+            "placed between two steps; use --distributed-executor-backend mp"
         )
 
 
-def _as_error(cause: str, text: str) -> DeltaSyncError:
+def _as_error(cause: str | None, text: str) -> DeltaSyncError:
     """An error of the tree, from its label."""
     kinds = [DeltaSyncError]
     while kinds:

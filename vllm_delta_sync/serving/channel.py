@@ -50,9 +50,8 @@ class Hub:
         with self._arrived:
             if not self._arrived.wait_for(lambda: len(self._ranks) >= ranks, timeout):
                 raise UnsupportedEngine(
-                    f"only {len(self._ranks)} of {ranks} ranks reached the engine's socket {self.address} "
-                    f"within {timeout:.0f} s; "
-                    "ranks on other hosts are not supported"
+                    f"only {len(self._ranks)} of {ranks} ranks reached the engine's socket {self.address} within "
+                    f"{timeout:.0f} s; ranks on other hosts are not supported"
                 )
 
     def broadcast(self, message: Message) -> None:

@@ -296,5 +296,5 @@ class Controller:
 
     def _note(self, cause: str, text: str) -> list[Action]:
         self.status.failures[cause] = self.status.failures.get(cause, 0) + 1
-        self.status.last_error = f"{cause}: {text}"
+        self.status.last_error, self.status.last_cause = f"{cause}: {text}", cause
         return []

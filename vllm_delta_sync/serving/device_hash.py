@@ -6,7 +6,6 @@ Does not bring live elements to the host. A region with holes is hashed among ze
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import replace
 
 import numpy as np
 import torch
@@ -42,19 +41,11 @@ def parts(region: Region, most: int) -> Iterator[Region]:
         return
     rows = max(1, most // region.source_strides[0])
     for first in range(0, region.sizes[0], rows):
-        part = replace(
-            region,
-            sizes=(min(rows, region.sizes[0] - first), *region.sizes[1:]),
-            source_offset=region.source_offset + first * region.source_strides[0],
-            target_offset=region.target_offset + first * region.target_strides[0],
-        )
+        part = region.rows(first, rows)
         if rows > 1:
             yield part
-            continue
-        row = replace(
-            part, sizes=part.sizes[1:], source_strides=part.source_strides[1:], target_strides=part.target_strides[1:]
-        )
-        yield from parts(row, most)
+        else:
+            yield from parts(part.first_row, most)
 
 
 def _span(region: Region) -> int:

@@ -20,8 +20,9 @@ from vllm_delta_sync.serving.affine import Region
 from vllm_delta_sync.serving.memory import LiveMemory
 from vllm_delta_sync.serving.tiles import sound, window_of
 from vllm_delta_sync.wire.codec_rules import CTX
-from vllm_delta_sync.wire.codecs import DecodedBlock, ctx_header, encoded_of
+from vllm_delta_sync.wire.codecs import ctx_header, encoded_of
 from vllm_delta_sync.wire.ctx import CtxWindow
+from vllm_delta_sync.wire.encoded import DecodedBlock
 from vllm_delta_sync.wire.frames import Buffer
 from vllm_delta_sync.wire.table import Block
 
@@ -49,11 +50,11 @@ class DeviceTiles:
     decode: DecodeTiles
     regions: Sequence[Region]
     memory: LiveMemory
-    _waiting: list[_Waiting] = field(default_factory=list)
-    _changed: int = 0  # of the blocks that wait, at most
-    _sizes: int = 0  # elements of them
-    _tensor: str = ""
-    _elements: dict[int, torch.Tensor] = field(default_factory=dict)  # of regions of that tensor
+    _waiting: list[_Waiting] = field(init=False, default_factory=list)
+    _changed: int = field(init=False, default=0)  # of the blocks that wait, at most
+    _sizes: int = field(init=False, default=0)  # elements of them
+    _tensor: str = field(init=False, default="")
+    _elements: dict[int, torch.Tensor] = field(init=False, default_factory=dict)  # of regions of that tensor
 
     def take(self, block: Block, payload: Buffer, held: Sequence[int]) -> bool:
         """Take a block of floats of which the regions `held`, those of its tensor, hold the same columns of each row.

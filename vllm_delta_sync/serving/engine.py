@@ -7,7 +7,6 @@ ours. What an active engine does is in `attached`; here stand the private names 
 from __future__ import annotations
 
 import functools
-import logging
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -15,8 +14,6 @@ from vllm_delta_sync.errors import UnsupportedEngine
 
 if TYPE_CHECKING:
     from vllm_delta_sync.serving.attached import Attached
-
-logger = logging.getLogger("vllm.delta_sync")
 
 PLUGIN = "delta_sync"
 EXTENSIONS = ("vllm_delta_sync.WorkerExtension", "vllm_delta_sync.serving.extension.WorkerExtension")
@@ -54,7 +51,7 @@ def install() -> None:
     if missing:
         _problem = f"this vLLM lacks {', '.join(missing)}; the versions supported are 0.29 to 0.33"
         return
-    _wrap(EngineCore, "_initialize_kv_caches", _attach_after)
+    _wrap(EngineCore, "_initialize_kv_caches", _attach_around)
     _wrap(EngineCore, "preprocess_add_request", _salt_before)
     _wrap(EngineCore, "step", _run_pending_before)
     _wrap(EngineCore, "step_with_batch_queue", _run_pending_before)
@@ -93,7 +90,18 @@ def require_installed(vllm_config: Any, environ: Mapping[str, str]) -> None:
             "--enable-sleep-mode takes the weights away while the engine sleeps, and updates would be written into "
             "memory that is not there; serve without it"
         )
+    offloading = getattr(getattr(vllm_config, "offload_config", None), "prefetch", None)
+    if getattr(offloading, "offload_group_size", 0):
+        raise UnsupportedEngine(
+            "--offload-group-size keeps weights in host memory and fetches them for each step into buffers that layers "
+            "share; updates would be written into those and be lost: serve without it"
+        )
     parallel = vllm_config.parallel_config
+    if parallel.decode_context_parallel_size > 1 and getattr(parallel, "dcp_q_replicate", False):
+        raise UnsupportedEngine(
+            "decode context parallel with replicated queries keeps a copy of weights that updates would not reach, and "
+            "would serve those of two versions; serve with --no-dcp-q-replicate or --decode-context-parallel-size 1"
+        )
     experts = parallel.enable_expert_parallel or getattr(vllm_config.model_config, "is_moe", False)
     if parallel.data_parallel_size > 1 and experts:
         raise UnsupportedEngine(
@@ -119,19 +127,21 @@ def _wrap(cls: type, name: str, make: Callable[[Callable[..., Any]], Callable[..
     setattr(cls, name, functools.wraps(original)(make(original)))
 
 
-def _attach_after(original: Callable[..., Any]) -> Callable[..., Any]:
+def _attach_around(original: Callable[..., Any]) -> Callable[..., Any]:
     def initialize_kv_caches(core: Any, *args: Any, **kwargs: Any) -> Any:
-        result = original(core, *args, **kwargs)
-        if is_ours(core.vllm_config):
-            from vllm_delta_sync.serving.attached import Attached
+        if not is_ours(core.vllm_config):
+            return original(core, *args, **kwargs)
+        from vllm_delta_sync.serving.attached import Attached
 
-            ours = Attached(core)
+        ours = Attached(core)
+        try:
+            ours.ops.reserve()  # the model is loaded, and what is left will be the KV cache's
+            result = original(core, *args, **kwargs)
             core.__dict__[_ATTRIBUTE] = ours
-            try:
-                ours.start()
-            except BaseException:
-                ours.stop()
-                raise
+            ours.start()
+        except BaseException:
+            ours.stop()
+            raise
         return result
 
     return initialize_kv_caches

@@ -72,12 +72,18 @@ class WorkerExtension:
             lambda device: kernels.select(config.kernel, device, threads=config.threads),
             config.max_staged_bytes,
             NodeCache(folder, config.cache_bytes) if (folder := config.cache_folder()) else None,
+            config.device_staged_bytes,
         )
         return worker
 
     _delta_sync_config: settings.DeltaSyncConfig
 
     # --- called by the engine ----------------------------------------------------------------------------------------
+    @_told
+    def delta_sync_reserve(self) -> dict[str, Any]:
+        """Set device memory aside, before vLLM sizes its KV cache by what is left; tells how many bytes."""
+        return {"bytes": self._delta_sync_rank.set_aside(self._delta_sync_model()).nbytes}
+
     @_told
     def delta_sync_cores(self) -> dict[str, Any]:
         """Tell which CPU cores this rank computes on."""

@@ -38,8 +38,7 @@ def _difference(base: VersionTable, lanes: Lanes, judged: npt.NDArray[np.bool_],
         f" (of {tip} versions, the newest {states.NEWEST} were looked at, and anchors)" if tip > states.NEWEST else ""
     )
     return (
-        f"the served weights are those of no version of this run: {len(wrong)} of {int(judged.sum())} "
-        "tensors differ from its base, "
-        f"first {spec.name!r} ({spec.dtype} {list(spec.shape)}); serve the checkpoint that the trainer started from"
-        f"{looked_at}"
+        f"the served weights are those of no version of this run: {len(wrong)} of {int(judged.sum())} tensors differ "
+        f"from its base, first {spec.name!r} ({spec.dtype} {list(spec.shape)}); serve the checkpoint that the trainer "
+        f"started from{looked_at}"
     )

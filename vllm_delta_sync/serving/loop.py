@@ -82,7 +82,6 @@ class Loop:
 
     Args:
         controller: decides.
-        hub: reaches the ranks.
         status_file: where the world reads how things stand.
     """
 
@@ -108,10 +107,6 @@ class Loop:
             self._thread.join(timeout=5)
         self.hub.close()
         self._status_file.remove()
-
-    @property
-    def phase(self) -> Phase:
-        return self._controller.status.phase
 
     @property
     def last_error(self) -> str | None:

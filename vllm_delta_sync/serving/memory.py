@@ -6,14 +6,15 @@ published one (a bf16 bias kept in fp32): bits are narrowed when read and widene
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import threading
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import torch
 
 from vllm_delta_sync import kernels, native
-from vllm_delta_sync.errors import Poisoned, StateHashMismatch, StrayWrite, UnsupportedLayout
+from vllm_delta_sync.errors import Poisoned, StateError, StateHashMismatch, StrayWrite, UnsupportedLayout
 from vllm_delta_sync.kernels.upload import to_device
 from vllm_delta_sync.native import Seed
 from vllm_delta_sync.native.types import I64, U32, Bits
@@ -45,11 +46,25 @@ class LiveMemory:
     Args:
         storages: one flat 1-D tensor per storage, covering all of it.
         backend: the kernel implementation that patches.
+        arena: of the device that holds them, for what waits to be written; None for a CPU.
+
+    Raises:
+        UnsupportedLayout: a storage is on another device than the kernels.
     """
 
-    def __init__(self, storages: Sequence[torch.Tensor], backend: kernels.Backend) -> None:
+    def __init__(
+        self, storages: Sequence[torch.Tensor], backend: kernels.Backend, arena: kernels.Arena | None = None
+    ) -> None:
         self._flat = tuple(storages)
         self._backend = backend
+        self._arena = arena
+        elsewhere = {str(flat.device) for flat in self._flat if flat.device != backend.device}
+        if elsewhere:
+            raise UnsupportedLayout(
+                f"weights lie on {', '.join(sorted(elsewhere))} besides {backend.device}, where commits are made; "
+                "serve without offloading weights"
+            )
+        self._preparing = threading.Lock()
         widths = [flat.element_size() for flat in self._flat]
         self._targets = {
             width: [flat.view(_INTEGER[width]) for flat in self._flat if flat.element_size() == width]
@@ -115,9 +130,17 @@ class LiveMemory:
         flat = self._flat[region.storage]
         return flat.element_size(), self._slot[region.storage], region.target_offset
 
-    def prepare(self, patch: Patch) -> kernels.Prepared:
-        """Bring a patch to where the kernels read it, so that a commit moves nothing else."""
-        return self._backend.prepare(patch)
+    def prepare(self, patches: Mapping[int, Patch]) -> tuple[kernels.Prepared, ...]:
+        """Bring the patches of a step, by width, to where the kernels read them: a commit moves nothing else.
+
+        They take the place of the step before, which cannot be written or taken back any more.
+        """
+        with self._preparing:
+            if self._arena is not None:
+                self._arena.clear()
+            return tuple(
+                self._backend.prepare(self._targets[width], patch, self._arena) for width, patch in patches.items()
+            )
 
     def scatter(self, patches: Sequence[kernels.Prepared]) -> None:
         """Write all patches, or none.
@@ -126,11 +149,18 @@ class LiveMemory:
             StrayWrite: a live element is not what was staged against; every element is as it was before the call. So
                 it is after any other error of a kernel, too.
             Poisoned: what was written before the error could not be taken back.
+            StateError: another step was prepared meanwhile; nothing was written.
         """
+        with self._preparing:
+            if self._arena is not None and any(patch.turn != self._arena.turn for patch in patches):
+                raise StateError("another step was staged where this one was; nothing was written")
+            self._scatter(patches)
+
+    def _scatter(self, patches: Sequence[kernels.Prepared]) -> None:
         written: list[kernels.Prepared] = []
         try:
             for patch in patches:
-                first = self._backend.scatter(self._targets[patch.width], patch)
+                first = self._backend.scatter(patch)
                 if first >= 0:
                     raise StrayWrite(
                         f"live element {first} of {patch.elements} was written by something else between staging and "
@@ -144,7 +174,7 @@ class LiveMemory:
     def _take_back(self, written: Sequence[kernels.Prepared], cause: BaseException) -> None:
         for patch in reversed(written):
             try:
-                first = self._backend.scatter(self._targets[patch.width], patch.reversed())
+                first = self._backend.scatter(patch.reversed())
             except Exception as error:
                 raise Poisoned(f"the kernel failed twice, and part of an update stays written: {error}") from cause
             if first >= 0:

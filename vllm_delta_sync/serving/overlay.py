@@ -9,7 +9,6 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import replace
 
 import numpy as np
 from numpy.lib.stride_tricks import as_strided
@@ -81,20 +80,9 @@ def slabs(region: Region, most: int) -> Iterator[Region]:
     size, inner = region.sizes[0], math.prod(region.sizes[1:])
     rows = max(1, most // inner)
     for first in range(0, size, rows):
-        part = replace(
-            region,
-            sizes=(min(rows, size - first), *region.sizes[1:]),
-            source_offset=region.source_offset + first * region.source_strides[0],
-            target_offset=region.target_offset + first * region.target_strides[0],
-        )
+        part = region.rows(first, rows)
         if inner > most:
-            part = replace(
-                part,
-                sizes=part.sizes[1:],
-                source_strides=part.source_strides[1:],
-                target_strides=part.target_strides[1:],
-            )
-            yield from slabs(part, most)
+            yield from slabs(part.first_row, most)
         else:
             yield part
 

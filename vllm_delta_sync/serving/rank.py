@@ -9,23 +9,25 @@ from __future__ import annotations
 import time
 from collections import defaultdict
 from collections.abc import Callable
-from dataclasses import dataclass
 
 import numpy as np
 import torch
 
 from vllm_delta_sync import kernels
-from vllm_delta_sync.errors import DigestMismatch, Poisoned, StateError, StateHashMismatch, VersionGap
+from vllm_delta_sync.errors import DigestMismatch, Poisoned, StateError, VersionGap
 from vllm_delta_sync.log import DeltaLog
 from vllm_delta_sync.log.cache import NodeCache
 from vllm_delta_sync.log.fetcher import Fetcher
 from vllm_delta_sync.serving import course, effects
 from vllm_delta_sync.serving import messages as msg
+from vllm_delta_sync.serving.books import Books, Staged
 from vllm_delta_sync.serving.effects import Ground
 from vllm_delta_sync.serving.layout import Layout, trace
 from vllm_delta_sync.serving.memory import LiveMemory
 from vllm_delta_sync.serving.messages import Lanes, Place
 from vllm_delta_sync.serving.needs import needs_of
+from vllm_delta_sync.serving.reserve import Reserve
+from vllm_delta_sync.serving.running_lanes import RunningLanes
 from vllm_delta_sync.serving.staging import Effect
 from vllm_delta_sync.serving.stopwatch import Stopwatch
 from vllm_delta_sync.serving.traced import RankLayout
@@ -35,38 +37,15 @@ from vllm_delta_sync.wire.manifest import ObjectRef
 from vllm_delta_sync.wire.table import VersionTable
 
 
-@dataclass(frozen=True)
-class _Books:
-    """What live memory holds: a version of the run (None: weights of no version), and the hash of every tensor."""
-
-    place: Place | None
-    hashes: Lanes  # uint32 [tensors, 4]
-
-
-@dataclass(frozen=True)
-class _Staged:
-    hop: Hop
-    before: _Books
-    after: _Books
-    effect: Effect
-
-
-@dataclass(frozen=True)
-class _Proven:
-    """Lanes that the live regions are proven to have, uint32 [regions, 4], at a version (None: at none)."""
-
-    version: int | None
-    lanes: Lanes
-
-
 class Rank:
     """See the module. Errors are those of the tree in `errors`; after any of them live memory is as it was.
 
     Args:
         number: this rank's number in the engine; rank 0 also checks state roots.
         backend: makes the kernels for the device that holds the weights.
-        max_staged_bytes: what the changes of one step may take in host memory.
+        max_staged_bytes: what the changes of one step may take.
         cache: what the ranks of this node share of what they fetch.
+        device_staged_bytes: of that, what a device that is not the CPU sets aside; None for a share of the weights.
     """
 
     def __init__(
@@ -75,21 +54,29 @@ class Rank:
         backend: Callable[[torch.device], kernels.Backend],
         max_staged_bytes: int,
         cache: NodeCache | None,
+        device_staged_bytes: int | None = None,
     ) -> None:
         self.number = number
         self._make_backend = backend
         self._max_staged_bytes = max_staged_bytes
+        self._device_staged_bytes = device_staged_bytes
         self._cache = cache
+        self._reserve: Reserve | None = None
         self._fetcher: Fetcher | None = None
         self.log: DeltaLog | None = None
         self.base: VersionTable | None = None
         self.layout: Layout | None = None
         self.memory: LiveMemory | None = None
-        self._books: _Books | None = None
-        self._staged: _Staged | None = None
-        self._undo: _Staged | None = None
-        self._proven: _Proven | None = None
-        self._writes = 0  # odd while a commit is under way
+        self._books: Books | None = None
+        self._staged: Staged | None = None
+        self._undo: Staged | None = None
+        self._running: RunningLanes | None = None  # of the layout
+
+    def set_aside(self, model: torch.nn.Module) -> Reserve:
+        """Main thread: take what following needs of the device before the KV cache does, once. Raises ConfigError."""
+        if self._reserve is None:
+            self._reserve = Reserve.beside(model, self._make_backend, self._device_staged_bytes, self._max_staged_bytes)
+        return self._reserve
 
     # --- joining -----------------------------------------------------------------------------------------------------
     def load_base(self, log: DeltaLog, base: ObjectRef) -> bool:
@@ -108,7 +95,7 @@ class Rank:
             self._fetcher = None
         self.log, self.base = log, table
         if not known:
-            self.layout = None
+            self.layout = self._running = None
             self._by_name = {spec.name: spec for spec in table.tensors}
             self._seeds = {spec.name: state_hash.seed(spec) for spec in table.tensors}
         return known
@@ -118,27 +105,29 @@ class Rank:
         assert self.base is not None
         self.layout = trace(model, self.base.tensors)
         flat = self.layout.flat_tensors(model)
-        device = flat[0].device if flat else torch.device("cpu")
-        self.backend = self._make_backend(device)
-        self.memory = LiveMemory(flat, self.backend)
+        reserve = self.set_aside(model)
+        reserve.open_work()
+        self.backend = reserve.backend
+        self.backend.settle()  # loading the model may have left something under way
+        self.memory = LiveMemory(flat, self.backend, reserve.arena)
         self._places = self.layout.places(model)
         self._regions_of: dict[str, list[int]] = defaultdict(list)
         for index, region in enumerate(self.layout.regions):
             self._regions_of[region.tensor].append(index)
+        self._running = RunningLanes(self.layout.regions, self._by_name, self._seeds, self.memory, self.backend)
         return RankLayout(self.layout.regions, self.layout.unsupported)
 
     def prove(self) -> msg.Proved:
         """Full pass over all regions."""
-        begin = time.perf_counter()
-        self._proven = _Proven(None, self._pass())
-        return msg.Proved(self._proven.lanes, time.perf_counter() - begin)
+        assert self._running is not None
+        return self._running.prove()
 
     def join(self, place: Place | None, lanes: Lanes) -> None:
         """The proven weights have these hashes, uint32 [tensors, 4]: those of a version, or of none."""
-        assert self._proven is not None and self.log is not None and self.layout is not None and self.base is not None
-        self._proven = _Proven(place.version if place else None, self._proven.lanes)
+        assert self._running is not None and self.log is not None and self.layout is not None and self.base is not None
+        self._running.name(place.version if place else None)
         self._fetcher = Fetcher(self.log.store, self._cache, needs_of(self.layout.regions, self.base.tensors))
-        self._books = _Books(place, lanes)
+        self._books = Books(place, lanes)
 
     # --- following ---------------------------------------------------------------------------------------------------
     def stage(self, hop: Hop) -> msg.Staged:
@@ -160,7 +149,7 @@ class Rank:
             self._check_root(hop, hashes)
         changed = np.flatnonzero((hashes != books.hashes).any(axis=1))
         failure = fetcher.take_cache_failure()
-        self._staged = _Staged(hop, books, _Books(Place(hop.to, hop.target, hop.after), hashes), effect)
+        self._staged = Staged(hop, books, Books(Place(hop.to, hop.target, hop.after), hashes), effect)
         return msg.Staged(
             version=hop.to,
             regions=effect.regions,
@@ -221,27 +210,8 @@ class Rank:
     # --- audit -------------------------------------------------------------------------------------------------------
     def audit(self, number: int) -> msg.Audited:
         """Full pass while steps and commits go on; what commits change meanwhile is accounted for, region by region."""
-        assert self.layout is not None and self._proven is not None and self.memory is not None
-        begin = time.perf_counter()
-        passed = np.zeros_like(self._proven.lanes)
-        wrong = []
-        for index in range(len(self.layout.regions)):
-            try:
-                lanes, proven = self._hash_settled(index)
-            except StateHashMismatch:  # a widened element holds what no published one can
-                wrong.append(self.layout.regions[index].tensor)
-                continue
-            passed[index] = lanes - proven  # zero when right
-            if passed[index].any():
-                wrong.append(self.layout.regions[index].tensor)
-        proven_now = self._proven
-        return msg.Audited(
-            number=number,
-            version=proven_now.version,
-            wrong=tuple(sorted(set(wrong))),
-            lanes=proven_now.lanes + passed,
-            seconds=time.perf_counter() - begin,
-        )
+        assert self._running is not None
+        return self._running.audit(number)
 
     @property
     def version(self) -> int | None:
@@ -253,48 +223,13 @@ class Rank:
         return None if self._staged is None else self._staged.hop.to
 
     # --- parts -------------------------------------------------------------------------------------------------------
-    def _write(self, effect: Effect, books: _Books, *, undo: bool) -> None:
-        assert self.memory is not None and self._proven is not None
+    def _write(self, effect: Effect, books: Books, *, undo: bool) -> None:
+        assert self.memory is not None and self._running is not None
         patches = [patch.reversed() if undo else patch for patch in effect.patches]
-        lanes = self._proven.lanes.copy()
-        touched = list(effect.regions)
-        lanes[touched] = lanes[touched] - effect.lanes if undo else lanes[touched] + effect.lanes
-        self._writes += 1
-        try:
+        lanes = np.negative(effect.lanes) if undo else effect.lanes
+        with self._running.writing(effect.regions, lanes, books.place.version if books.place else None):
             self.memory.scatter(patches)
-            self._proven = _Proven(books.place.version if books.place else None, lanes)
             self._books = books
-        finally:
-            self._writes += 1
-
-    def _hash_settled(self, index: int) -> tuple[Lanes, Lanes]:
-        """A region's lanes by a full pass, and its proven lanes then: taken again if a commit came between.
-
-        Raises:
-            StateHashMismatch: a widened element holds what no published one can, and no commit was writing it.
-        """
-        while True:
-            writes, proven = self._writes, self._proven
-            try:
-                lanes = self._hash(index)
-            except StateHashMismatch:
-                if writes % 2 == 0 and writes == self._writes:
-                    raise
-                continue
-            if writes % 2 == 0 and writes == self._writes:
-                assert proven is not None
-                return lanes, proven.lanes[index]
-
-    def _hash(self, index: int) -> Lanes:
-        assert self.layout is not None and self.memory is not None
-        region = self.layout.regions[index]
-        with self.backend.aside():
-            return self.memory.hash(region, self._by_name[region.tensor].dtype, self._seeds[region.tensor])
-
-    def _pass(self) -> Lanes:
-        assert self.layout is not None
-        count = len(self.layout.regions)
-        return np.array([self._hash(index) for index in range(count)], dtype=np.uint32).reshape(count, 4)
 
     def _check_root(self, hop: Hop, hashes: Lanes) -> None:
         assert self.base is not None

@@ -23,7 +23,8 @@ from vllm_delta_sync.serving.memory import LiveMemory, Patch, offsets_of, widen
 from vllm_delta_sync.serving.messages import Lanes
 from vllm_delta_sync.serving.tiles import TileReader
 from vllm_delta_sync.wire.codec_rules import CTX, DENSE
-from vllm_delta_sync.wire.codecs import DecodedBlock, decode_block
+from vllm_delta_sync.wire.codecs import decode_block
+from vllm_delta_sync.wire.encoded import DecodedBlock
 from vllm_delta_sync.wire.frames import Buffer
 from vllm_delta_sync.wire.table import Block
 
@@ -80,12 +81,8 @@ class Draft:
     def effect(self) -> Effect:
         touched = tuple(sorted(self._lanes))
         lanes = np.array([self._lanes[index] for index in touched], dtype=np.uint32).reshape(-1, 4)
-        patches = tuple(
-            self._memory.prepare(self._columns[width].patch())
-            for width in sorted(self._columns)
-            if self._columns[width].elements
-        )
-        return Effect(patches, touched, lanes)
+        filled = {width: columns.patch() for width, columns in sorted(self._columns.items()) if columns.elements}
+        return Effect(self._memory.prepare(filled), touched, lanes)
 
 
 class _Columns:

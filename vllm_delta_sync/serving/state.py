@@ -91,7 +91,8 @@ class Status:
     committed: int = 0  # steps committed by this engine
     commits: deque[CommitRecord] = field(default_factory=lambda: deque(maxlen=KEPT_COMMITS))  # the last of them
     failures: dict[str, int] = field(default_factory=dict)
-    last_error: str | None = None
+    last_error: str | None = None  # in words, with its cause
+    last_cause: str | None = None
     unmapped: tuple[str, ...] = ()
     audit: AuditRecord | None = None
     audits: int = 0  # audits asked for so far

@@ -17,16 +17,13 @@ from vllm_delta_sync.native.types import I64, U8, Bits
 from vllm_delta_sync.serving.affine import Box, Region
 from vllm_delta_sync.serving.memory import LiveMemory
 from vllm_delta_sync.wire import dtypes
-from vllm_delta_sync.wire.codecs import (
-    DecodedBlock,
-    ctx_header,
-    decode_tiles,
-    decode_window,
-    encoded_of,
-)
+from vllm_delta_sync.wire.codecs import ctx_header, decode_tiles, decode_window, encoded_of
 from vllm_delta_sync.wire.ctx import CtxHeader, CtxWindow
+from vllm_delta_sync.wire.encoded import DecodedBlock
 from vllm_delta_sync.wire.frames import Buffer
 from vllm_delta_sync.wire.table import Block
+
+_ROWS_AT_ONCE = 1 << 14  # of a block, or those of one tile: bounds what it takes to look up blocks of short rows
 
 
 class TileReader:
@@ -133,6 +130,16 @@ def columns_of(box: Box, start: int, rows: int, row_length: int) -> Columns | No
     Args:
         start: position in the tensor of the first of the block's `rows` rows of `row_length` elements.
     """
+    found: Columns | None = None
+    for row in range(0, rows, _ROWS_AT_ONCE):
+        some = _columns_of_some(box, start + row * row_length, min(_ROWS_AT_ONCE, rows - row), row_length)
+        if some is None or (found is not None and (some.first, some.count) != (found.first, found.count)):
+            return None
+        found = found or some
+    return found
+
+
+def _columns_of_some(box: Box, start: int, rows: int, row_length: int) -> Columns | None:
     edges = start + row_length * np.arange(rows + 1)
     ranks = box.rank(edges)
     count = int(ranks[1] - ranks[0])
@@ -161,13 +168,15 @@ def _held_tiles(header: CtxHeader, boxes: tuple[Box, ...], start: int, what: str
 @lru_cache(maxsize=1 << 12)
 def held_of_tiles(grid: CtxGrid, boxes: tuple[Box, ...], start: int) -> I64:
     """How many elements of each tile are in one of the boxes, which are disjoint; int64[T]."""
-    rows = start + grid.row_length * np.arange(grid.rows)
     found = []
     for (column, columns), height in zip(grid.strips.tolist(), grid.tile_rows.tolist(), strict=True):
-        inside = np.zeros(grid.rows, np.int64)
-        for box in boxes:
-            inside += box.rank(rows + column + columns) - box.rank(rows + column)
-        found.append(np.add.reduceat(inside, np.arange(0, grid.rows, height)))
+        step = height * max(1, _ROWS_AT_ONCE // height)
+        for row in range(0, grid.rows, step):
+            begins = start + column + grid.row_length * np.arange(row, min(row + step, grid.rows))
+            inside = np.zeros(begins.size, np.int64)
+            for box in boxes:
+                inside += box.rank(begins + columns) - box.rank(begins)
+            found.append(np.add.reduceat(inside, np.arange(0, begins.size, height)))
     return np.concatenate(found)
 
 

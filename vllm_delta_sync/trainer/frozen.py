@@ -87,18 +87,6 @@ class FrozenState:
         else:
             self.lost = True
 
-    def read_block(self, spec: TensorSpec, start: int, count: int) -> source.Bits:
-        """The same of elements start … start+count−1, a block of `split_blocks`."""
-        with self._moving:
-            self._require_kept()
-            bits = self._bits[spec.name][start : start + count].copy()
-            later = [step.by_name.get(spec.name, ()) for step in self._later]
-        for blocks in reversed(later):
-            for at, _, changes in blocks:
-                if at == start:
-                    changes.undo(bits)
-        return bits
-
     def read(self, spec: TensorSpec) -> source.Bits:
         """A copy of the bits uW[numel] of a tensor as they were. Raises AnchorOutpaced when too much changed since."""
         with self._moving:
@@ -108,6 +96,18 @@ class FrozenState:
         for blocks in reversed(later):
             for start, count, changes in blocks:
                 changes.undo(bits[start : start + count])
+        return bits
+
+    def read_block(self, spec: TensorSpec, start: int, count: int) -> source.Bits:
+        """The same of elements start … start+count−1 alone, which are a block of `split_blocks`."""
+        with self._moving:
+            self._require_kept()
+            bits = self._bits[spec.name][start : start + count].copy()
+            later = [step.by_name.get(spec.name, ()) for step in self._later]
+        for blocks in reversed(later):
+            for at, _, changes in blocks:
+                if at == start:
+                    changes.undo(bits)
         return bits
 
     def _require_kept(self) -> None:

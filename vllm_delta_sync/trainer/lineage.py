@@ -20,6 +20,7 @@ from vllm_delta_sync.errors import BaseMismatch, ConfigError, LogError, NotFound
 from vllm_delta_sync.log import DeltaLog, LogWriter
 from vllm_delta_sync.log.base import base_directory
 from vllm_delta_sync.log.materialize import reconstructed, reconstructed_without_base
+from vllm_delta_sync.log.replica import Replica
 from vllm_delta_sync.log.shelf import MEMORY_BYTES, MODEL_SHARE, Shelf
 from vllm_delta_sync.store import Store
 from vllm_delta_sync.trainer import base as bases
@@ -34,6 +35,7 @@ from vllm_delta_sync.wire.tensors import TensorSpec
 logger = logging.getLogger(__name__)
 
 GivenBase = source.Weights | str | os.PathLike[str]
+Found = Path | Mapping[str, tuple[TensorSpec, source.Bits]]  # a checkpoint's directory, or its tensors
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -105,20 +107,24 @@ def continue_run(
             except BaseMismatch as error:
                 refused.append(str(error))
                 continue
-            files = _files(base, found)
-            snapshot = Snapshot({name: (spec, _own(bits)) for name, (spec, bits) in replica.tensors.items()}, threads)
-        if state_hash.state_root(snapshot.lanes) != writer.tip.state_root:
-            raise StateHashMismatch(f"{log.store.uri}: rebuilding version {writer.tip.version} gave another state")
-        return Lineage(writer, snapshot, _aliases(base, snapshot), SpooledFiles(files), shelf)
+            return _at_tip(writer, shelf, replica, base, found, threads)
     if log.catalog(writer.pointer).anchors:
         with reconstructed_without_base(log, writer.tip.version, keep) as (replica, beginning):
-            files = _files(base, beginning)
-            snapshot = Snapshot({name: (spec, _own(bits)) for name, (spec, bits) in replica.tensors.items()}, threads)
-        return Lineage(writer, snapshot, _aliases(base, snapshot), SpooledFiles(files), shelf)
+            return _at_tip(writer, shelf, replica, base, beginning, threads)
     raise BaseMismatch(
         f"{log.store.uri}: nothing at hand is the base of this run ({'; '.join(refused) or 'none was given'}); give "
         "its checkpoint as base=, or begin a new run without resume"
     )
+
+
+def _at_tip(
+    writer: LogWriter, shelf: Shelf, replica: Replica, base: GivenBase | None, found: Found, threads: int
+) -> Lineage:
+    """A replica at the tip becomes the snapshot. `found`: what it began with, whose files are the model's."""
+    snapshot = Snapshot({name: (spec, _own(bits)) for name, (spec, bits) in replica.tensors.items()}, threads)
+    if state_hash.state_root(snapshot.lanes) != writer.tip.state_root:
+        raise StateHashMismatch(f"{writer.log.store.uri}: rebuilding version {writer.tip.version} gave another state")
+    return Lineage(writer, snapshot, _aliases(base, snapshot), SpooledFiles(_files(base, found)), shelf)
 
 
 def _shelf(writer: LogWriter, specs: Iterable[TensorSpec], threads: int) -> Shelf:
@@ -154,7 +160,7 @@ def _aliases(base: GivenBase | None, snapshot: Snapshot) -> dict[str, str]:
     return {name: owner for name, owner in aliases.items() if owner in snapshot.specs}
 
 
-def _files(base: GivenBase | None, found: Path | Mapping[str, tuple[TensorSpec, source.Bits]]) -> dict[str, bytes]:
+def _files(base: GivenBase | None, found: Found) -> dict[str, bytes]:
     if isinstance(found, Path):
         return {path.name: path.read_bytes() for path in config_files(found)}
     assert base is not None and not isinstance(base, str | os.PathLike), "tensors in memory are those of the base given"

@@ -11,6 +11,7 @@ import threading
 import time
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from types import TracebackType
 from typing import Literal, Self
 
@@ -26,7 +27,7 @@ from vllm_delta_sync.trainer.encode import Encoder
 from vllm_delta_sync.trainer.pipeline import Failure, InFlight, Pipeline
 from vllm_delta_sync.trainer.publication import Publication
 from vllm_delta_sync.trainer.snapshot import Delta
-from vllm_delta_sync.trainer.splits import SplitDim, split_dim
+from vllm_delta_sync.trainer.splits import SplitDim, require_dims, split_dim
 
 logger = logging.getLogger(__name__)
 
@@ -99,7 +100,8 @@ class Publisher:
                 or told (0, 1, …) by a function from its `TensorSpec` given here. False for a fleet of other splits.
 
         Raises:
-            ConfigError: an argument is out of range, or the base cannot be read.
+            ConfigError: an argument is out of range, `ctx` tells a dimension that a tensor lacks, or the base cannot be
+                read.
             BaseMismatch: resuming, and nothing at hand is the base of the run.
             StoreError: the store refuses.
         """
@@ -109,6 +111,7 @@ class Publisher:
             raise ConfigError(f"anchor is {anchor!r}; it must be 'auto', 'always' or 'never'")
         workers = threads or min(8, os.cpu_count() or 1)
         split = (split_dim if ctx is True else ctx) or None
+        at = partial(cls, max_in_flight=max_in_flight, threads=workers, folds=folds, anchors=anchors, split_dim=split)
         store = open_store(os.fspath(uri)) if isinstance(uri, str | os.PathLike) else uri
         if resume:
             try:
@@ -118,17 +121,13 @@ class Publisher:
             else:
                 fold = folds is not None or anchors is not None
                 continued = lineage.continue_run(log, base, dtype, workers, fold=fold)
-                return cls(
-                    continued,
-                    max_in_flight=max_in_flight,
-                    threads=workers,
-                    folds=folds,
-                    anchors=anchors,
-                    split_dim=split,
-                )
+                require_dims(split, continued.snapshot.specs.values())
+                return at(continued)
         if base is None:
             raise ConfigError(f"{store.uri} holds no run to resume; give base= to begin one")
-        begun = lineage.begin_run(store, lineage.read_base(base, dtype, model_id, revision), anchor, workers)
+        found = lineage.read_base(base, dtype, model_id, revision)
+        require_dims(split, (spec for spec, _ in found.tensors.values()))
+        begun = lineage.begin_run(store, found, anchor, workers)
         if resume:
             logger.warning(
                 "%s held no run to resume, so run %s was begun; if there should have been one, check that the URI is "
@@ -136,7 +135,7 @@ class Publisher:
                 store.uri,
                 begun.writer.log.run,
             )
-        return cls(begun, max_in_flight=max_in_flight, threads=workers, folds=folds, anchors=anchors, split_dim=split)
+        return at(begun)
 
     @property
     def run(self) -> str:

@@ -5,9 +5,10 @@ Does not know any server's layout. A wrong guess costs servers that split otherw
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import TypeAlias
 
+from vllm_delta_sync.errors import ConfigError
 from vllm_delta_sync.wire.tensors import TensorSpec
 
 SplitDim: TypeAlias = Callable[[TensorSpec], int]
@@ -24,3 +25,15 @@ def split_dim(spec: TensorSpec) -> int:
     parts = spec.name.split(".")
     layer = parts[-2] if len(parts) > 1 else ""
     return len(spec.shape) - 1 if layer in ROW_PARALLEL and len(spec.shape) > 1 else 0
+
+
+def require_dims(split: SplitDim | None, specs: Iterable[TensorSpec]) -> None:
+    """Raise ConfigError when a function tells a dimension that a tensor does not have; None tells none."""
+    if split is None:
+        return
+    for spec in specs:
+        dim = split(spec)
+        if not 0 <= dim < max(1, len(spec.shape)):
+            raise ConfigError(
+                f"ctx= tells dimension {dim} of {spec.name!r}, whose shape is {list(spec.shape)}; they count from 0"
+            )

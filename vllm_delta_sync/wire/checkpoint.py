@@ -11,16 +11,14 @@ import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import BinaryIO
 
 import numpy as np
-import numpy.typing as npt
 
 from vllm_delta_sync.errors import MalformedObject, NotFound
+from vllm_delta_sync.native.types import Bits
 from vllm_delta_sync.wire import canonical_json, container, dtypes
 from vllm_delta_sync.wire.tensors import TensorSpec
-
-Bits = npt.NDArray[Any]  # unsigned integers of a dtype's width
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"

@@ -5,14 +5,10 @@ Does not code. docs/protocol.md, *ctx*, is normative.
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
-import numpy.typing as npt
 
+from vllm_delta_sync.native.types import Bits
 from vllm_delta_sync.wire.dtypes import Dtype
-
-Bits = npt.NDArray[Any]  # unsigned integers of a dtype's width
 
 
 def pattern(dtype: Dtype, bits: Bits) -> Bits:

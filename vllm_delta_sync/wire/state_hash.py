@@ -36,11 +36,6 @@ def of_tensor(spec: TensorSpec, bits: npt.NDArray[np.unsignedinteger]) -> Lanes:
     return native.hash_run(bits.reshape(-1), 0, seed(spec))
 
 
-def zero() -> Lanes:
-    """The lanes of nothing, u32[4]."""
-    return np.zeros(4, np.uint32)
-
-
 def add(left: Lanes, right: Lanes) -> Lanes:
     """The lanes of two disjoint parts together (or of a state and a change to it), mod 2**32."""
     return np.add(left, right, dtype=np.uint32)

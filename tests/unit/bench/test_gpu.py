@@ -22,7 +22,7 @@ def test_it_compares_every_backend_and_times_all_but_the_reference(tmp_path: Pat
     out = tmp_path / "gpu.json"
     gpu.main(["--device", "cpu", "--elements", "200000", "--largest-check", "2000", "--out", str(out)])
     figures = json.loads(out.read_text())
-    assert 1000 < figures["changed"] < 3000 and figures["copy_gb_s"] > 0
+    assert 1000 < figures["changed"] < 3000 and figures["copy_gb_s"] > 0 and figures["upload_gb_s"] > 0
     assert [speed["name"] for speed in figures["backends"]] == [
         backend.name for backend in gpu.backends(CPU) if not backend.name.startswith("reference")
     ]
@@ -58,12 +58,12 @@ def test_where_a_device_decodes_its_tiles_are_compared_damaged_ones_too_and_time
 def test_a_kernel_that_writes_other_bits_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     right = kernels.select("reference", CPU)
 
-    def off_by_one_bit(targets: list[Tensor], *columns: Tensor) -> Tensor:
-        outcome = right.scatter_(targets, *columns)
-        targets[0][-1] ^= 2
+    def off_by_one_bit(patch: kernels.Prepared) -> Tensor:
+        outcome = right.write(patch)
+        patch.targets[0][-1] ^= 2
         return outcome
 
-    wrong = dataclasses.replace(right, name="wrong", scatter_=off_by_one_bit)
+    wrong = dataclasses.replace(right, name="wrong", write=off_by_one_bit)
     monkeypatch.setattr(gpu, "backends", lambda device: [wrong])
     with pytest.raises(AssertionError, match="wrong: scatter of 1 elements of 1 bytes: other bits"):
         gpu.check(CPU, 100)

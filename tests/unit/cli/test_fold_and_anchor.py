@@ -2,26 +2,9 @@
 
 from __future__ import annotations
 
-import json
-import subprocess
-import sys
-from typing import Any
-
 import tiny_log
 
-ENTRY = "import sys; sys.argv[0] = 'vllm-delta-sync'; from vllm_delta_sync.cli import main; main()"
-
-
-def run(*arguments: object) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-c", ENTRY, *map(str, arguments)], capture_output=True, text=True, timeout=60, check=False
-    )
-
-
-def run_json(*arguments: object) -> Any:
-    done = run(*arguments, "--json")
-    assert done.returncode == 0, done.stderr
-    return json.loads(done.stdout)
+from tests.unit.cli.command import run, run_json
 
 
 def test_a_fold_is_written_and_the_catalog_names_it(tiny: tiny_log.TinyLog) -> None:

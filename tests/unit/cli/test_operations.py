@@ -2,52 +2,16 @@
 
 from __future__ import annotations
 
-import contextlib
-import io
 import json
 import re
 import subprocess
-import sys
-from dataclasses import dataclass
-from typing import Any
 
 import tiny_folds
 import tiny_log
 
-from vllm_delta_sync.cli import main
+from tests.unit.cli.command import command_line, run, run_json
 from vllm_delta_sync.log import LogWriter
 from vllm_delta_sync.wire.manifest import BaseRef
-
-ENTRY = "import sys; sys.argv[0] = 'vllm-delta-sync'; from vllm_delta_sync.cli import main; main()"
-
-
-@dataclass(frozen=True)
-class Done:
-    returncode: int
-    stdout: str
-    stderr: str
-
-
-def run(*arguments: object) -> Done:
-    """The command line with these arguments, in this process: starting one takes longer than all that it does here."""
-    out, err = io.StringIO(), io.StringIO()
-    argv, sys.argv = sys.argv, ["vllm-delta-sync", *map(str, arguments)]
-    try:
-        with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
-            main()
-        code = 0
-    except SystemExit as end:
-        code = int(end.code or 0)
-    finally:
-        sys.argv = argv
-    return Done(code, out.getvalue(), err.getvalue())
-
-
-def run_json(*arguments: object) -> Any:
-    done = run(*arguments, "--json")
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.count("\n") == 1
-    return json.loads(done.stdout)
 
 
 def test_log_shows_the_newest_versions_first(tiny: tiny_log.TinyLog) -> None:
@@ -138,7 +102,7 @@ def test_verify_repairs_latest_only_when_told(tiny: tiny_log.TinyLog) -> None:
 
 
 def test_watch_prints_versions_as_they_come_and_outlives_faults_and_runs(tiny: tiny_log.TinyLog) -> None:
-    command = [sys.executable, "-c", ENTRY, "watch", str(tiny.bucket), "--interval", "0.1", "--until", "5", "--json"]
+    command = command_line("watch", tiny.bucket, "--interval", "0.1", "--until", "5", "--json")
     with subprocess.Popen(
         [*command, "--from-base"], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     ) as watching:

@@ -2,6 +2,7 @@
 // are the host's and streams mean nothing.
 #include <memory>
 
+#include "../../../csrc/commit_phases.h"
 #include "../../../csrc/ctx_decode.h"
 #include "../../../csrc/diff_compact.h"
 #include "../../../csrc/host_team.h"
@@ -11,6 +12,7 @@
 namespace {
 
 constexpr int kUnknownWidth = 1;
+constexpr int64_t kGrid = 96;  // threads; few, so that each has several elements
 bool backwards = false;
 
 template <typename T>
@@ -25,6 +27,15 @@ int decode(const void* tiles, int64_t count, const void* blocks, int64_t block_c
              static_cast<Outcome*>(outcomes), static_cast<uint32_t*>(positions), static_cast<T*>(values), *shared,
              vds::HostTeam<vds::ctx::kTeam>{backwards});
   }
+  return 0;
+}
+
+template <typename T>
+int scatter(const void* segments, int64_t count, const void* offsets, const void* expected, const void* values, int64_t n, void* first) {
+  const vds::commit::Update<T> update{static_cast<const vds::Segment*>(segments), count,
+                                      static_cast<const uint32_t*>(offsets),      static_cast<const T*>(expected),
+                                      static_cast<const T*>(values),              n};
+  vds::commit::run(update, static_cast<vds::commit::Index*>(first), vds::HostGrid{kGrid, backwards});
   return 0;
 }
 
@@ -57,6 +68,17 @@ int write(void* before, const void* after, int64_t n, const void* masks, const v
 VDS_API int vds_abi_version() { return vds::kAbiVersion; }
 VDS_API const char* vds_cuda_error(int) { return "invalid argument"; }
 VDS_API void vds_run_backwards(int whether) { backwards = whether != 0; }
+
+VDS_API int vds_cuda_scatter(int width, const void* segments, int64_t count, const void* offsets, const void* expected,
+                             const void* values, int64_t n, void* first, void*) {
+  switch (width) {
+    case 1: return scatter<uint8_t>(segments, count, offsets, expected, values, n, first);
+    case 2: return scatter<uint16_t>(segments, count, offsets, expected, values, n, first);
+    case 4: return scatter<uint32_t>(segments, count, offsets, expected, values, n, first);
+    case 8: return scatter<uint64_t>(segments, count, offsets, expected, values, n, first);
+    default: return kUnknownWidth;
+  }
+}
 
 VDS_API int vds_cuda_ctx_decode(int width, const void* tiles, int64_t count, const void* blocks, int64_t block_count,
                                 const void* models, void* positions, void* values, void* outcomes, void*) {

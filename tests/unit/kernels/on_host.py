@@ -12,11 +12,14 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+import pytest
+
 from vllm_delta_sync.native.cuda import CudaLibrary
 from vllm_delta_sync.native.library import PHASED_FUNCTIONS, load
 
 SOURCE = Path(__file__).with_name("on_host.cpp")
 COMPILER = shutil.which("c++") or shutil.which("g++") or shutil.which("clang++")
+needs_compiler = pytest.mark.skipif(COMPILER is None, reason="no C++ compiler on this machine to compile with")
 
 
 class HostLibrary(CudaLibrary):

@@ -72,15 +72,21 @@ def random_update(backend: kernels.Backend, width: int, n: int, key: int) -> Upd
     return Update(tensors(hosts), tensors(after), np.array(rows, np.int64), offsets, expected, values)
 
 
+def prepared(backend: kernels.Backend, update: Update) -> kernels.Prepared:
+    """As a rank has it prepared: in an arena of the device, or where it is."""
+    arena = None if backend.device.type == "cpu" else kernels.Arena(4 << 20, backend.device)
+    return backend.prepare(update.targets, update, arena)
+
+
 @pytest.mark.parametrize("width", [1, 2, 4, 8])
 @quick
 @given(n=st.integers(4, 400), key=st.integers(0, 100))
 def test_a_patch_is_written_and_its_reverse_undoes_it(backend: kernels.Backend, width: int, n: int, key: int) -> None:
     update = random_update(backend, width, n, key)
     before = [target.clone() for target in update.targets]
-    assert backend.scatter(update.targets, backend.prepare(update)) == -1
+    assert backend.scatter(prepared(backend, update)) == -1
     assert all(torch.equal(*pair) for pair in zip(update.targets, update.wanted, strict=True))
-    assert backend.scatter(update.targets, backend.prepare(update).reversed()) == -1
+    assert backend.scatter(prepared(backend, update).reversed()) == -1
     assert all(torch.equal(*pair) for pair in zip(update.targets, before, strict=True))
 
 
@@ -93,7 +99,7 @@ def test_a_stray_write_is_found_and_nothing_is_written(
     before = [target.clone() for target in update.targets]
     strays = sorted({int(share * n), n - 1})
     update.expected[strays] ^= 0x40
-    assert backend.scatter(update.targets, backend.prepare(update)) == strays[0]
+    assert backend.scatter(prepared(backend, update)) == strays[0]
     assert all(torch.equal(*pair) for pair in zip(update.targets, before, strict=True))
 
 
@@ -101,10 +107,10 @@ def test_a_large_patch_over_threads_is_all_or_nothing(backend: kernels.Backend) 
     update = random_update(backend, 2, 250_000, 1)
     before = [target.clone() for target in update.targets]
     update.expected[249_000] ^= 1
-    assert backend.scatter(update.targets, backend.prepare(update)) == 249_000
+    assert backend.scatter(prepared(backend, update)) == 249_000
     assert all(torch.equal(*pair) for pair in zip(update.targets, before, strict=True))
     update.expected[249_000] ^= 1
-    assert backend.scatter(update.targets, backend.prepare(update)) == -1
+    assert backend.scatter(prepared(backend, update)) == -1
     assert all(torch.equal(*pair) for pair in zip(update.targets, update.wanted, strict=True))
 
 
@@ -125,24 +131,24 @@ def test_bf16_tensors_hash_by_their_bits(backend: kernels.Backend) -> None:
     assert np.array_equal(backend.hash(weights.to(backend.device), 0, SEED), native.hash_run(bits, 0, SEED))
 
 
-def test_a_patch_for_which_a_device_has_no_room_stays_in_pinned_memory(
-    backend: kernels.Backend, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("room", [1 << 20, 768, 0], ids=["all of it", "a part", "nothing"])
+def test_what_an_arena_has_no_room_for_stays_in_pinned_memory(
+    backend: kernels.Backend, room: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def no_room(host: np.ndarray, device: torch.device) -> torch.Tensor:
-        if host.ndim == 1:
-            raise torch.OutOfMemoryError("no room")
-        return to_device(host, device)
-
     update, pinned = random_update(backend, 2, 100, 1), []
-    monkeypatch.setattr(kernels.backend, "to_device", no_room)
     if backend.device.type == "cpu":  # where torch can pin nothing
         monkeypatch.setattr(
             kernels.backend, "pinned", lambda host: pinned.append(host) or to_device(host, backend.device)
         )
-    prepared = backend.prepare(update)
-    assert len(pinned) == 3 or prepared.values.is_pinned()
-    assert backend.scatter(update.targets, prepared) == -1
+    patch = backend.prepare(update.targets, update, kernels.Arena(room, backend.device))
+    columns = [patch.places, patch.offsets, patch.expected, patch.values]  # at most 128, 400, 200 and 200 bytes
+    beyond = {1 << 20: 0, 768: 2, 0: 4}[room]
+    assert (
+        len(pinned) == beyond or [column.is_pinned() for column in columns] == [False] * (4 - beyond) + [True] * beyond
+    )
+    assert backend.scatter(patch) == -1
     assert all(torch.equal(*pair) for pair in zip(update.targets, update.wanted, strict=True))
+    assert backend.scatter(patch.reversed()) == -1
 
 
 @pytest.mark.parametrize("width", [1, 2, 4, 8])

@@ -8,20 +8,20 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.unit.kernels.on_host import COMPILER, HostLibrary, build
+from tests.unit.kernels.on_host import HostLibrary, build, needs_compiler
 from tests.unit.native import test_ctx
-from tests.unit.native.test_ctx import cases, encode, model_of, spread, strips, walk
+from tests.unit.native.ctx_cases import cases, encode, model_of, spread, strips, walk
 from vllm_delta_sync import native
 from vllm_delta_sync.errors import MalformedObject
 from vllm_delta_sync.kernels import ctx, cuda
 from vllm_delta_sync.kernels.ctx import CodedBlock
+from vllm_delta_sync.kernels.upload import to_device
 from vllm_delta_sync.native import Changes, CtxGrid, CtxModel
 from vllm_delta_sync.native.ctx_types import GAP_END, GAP_ESCAPE, GAP_SYMBOLS, STEP_ESCAPE, STEP_SYMBOLS
 from vllm_delta_sync.native.portable_ctx import _Writer
 
-pytestmark = pytest.mark.skipif(COMPILER is None, reason="no C++ compiler on this machine to compile the kernels with")
+pytestmark = needs_compiler
 quick = settings(max_examples=25, deadline=None)
-SIGNED = {1: np.uint8, 2: np.int16, 4: np.int32, 8: np.int64}
 Case = tuple[np.ndarray, np.ndarray, CtxGrid, list[int], int]
 
 
@@ -31,7 +31,7 @@ def library(tmp_path_factory: pytest.TempPathFactory) -> HostLibrary:
 
 
 def tensor(bits: np.ndarray) -> torch.Tensor:
-    return torch.from_numpy(bits.view(SIGNED[bits.itemsize]).copy())
+    return to_device(bits.copy(), torch.device("cpu"))
 
 
 def coded(old: np.ndarray, changes: Changes, grid: CtxGrid, last: list[int], seed: int) -> CodedBlock:
@@ -39,18 +39,16 @@ def coded(old: np.ndarray, changes: Changes, grid: CtxGrid, last: list[int], see
     return CodedBlock(model, tensor(old), grid, *encode(native, model, old, grid, changes), changes.old.size)
 
 
+def listed(found: ctx.Decoded | None) -> tuple[list[int], list[int]] | None:
+    return None if found is None else (found[0].tolist(), found[1].tolist())
+
+
 def on_cpu(block: CodedBlock) -> tuple[list[int], list[int]] | None:
-    old = block.old.numpy().view(f"u{block.old.element_size()}")
-    try:
-        found = native.ctx_decode(block.model, old, block.grid, block.stated, block.data, block.changed, block.wanted)
-    except MalformedObject:
-        return None
-    return found[0].tolist(), found[1].tolist()
+    return listed(ctx.decode_on_host(block))
 
 
 def on_host(library: HostLibrary, *blocks: CodedBlock) -> list[tuple[list[int], list[int]] | None]:
-    found = ctx.decode(library, blocks, 0)
-    return [None if one is None else (one[0].tolist(), one[1].tolist()) for one in found]
+    return [listed(found) for found in ctx.decode(library, blocks, 0)]
 
 
 def edited(block: CodedBlock, **columns: object) -> CodedBlock:

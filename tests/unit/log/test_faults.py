@@ -16,13 +16,12 @@ from hooked_store import HookedStore
 
 from vllm_delta_sync.errors import DeltaSyncError, RivalWriter
 from vllm_delta_sync.log import DeltaLog, LogWriter
+from vllm_delta_sync.log.catalogs import put_catalog
 from vllm_delta_sync.log.collection import collect
 from vllm_delta_sync.log.replica import Replica
 from vllm_delta_sync.log.stamps import Stamps
 from vllm_delta_sync.log.tail import TipWatch
 from vllm_delta_sync.log.verify import verify
-from vllm_delta_sync.log.writer import put_catalog_object
-from vllm_delta_sync.wire import state_hash
 from vllm_delta_sync.wire.manifest import LatestPointer, Manifest
 
 HOUR_S = 3600.0
@@ -50,7 +49,7 @@ class Follower:
 
     def holds(self, model: tiny_log.Model) -> bool:
         """Whether its tensors are a model's, bit for bit."""
-        return all((self.replica.tensors[name][1] == bits).all() for name, (_, bits) in model.items())
+        return tiny_log.same(self.replica.tensors, model)
 
 
 @pytest.fixture
@@ -67,10 +66,6 @@ def next_model(tiny: tiny_log.TinyLog) -> tiny_log.Model:
 
 def publish(tiny: tiny_log.TinyLog) -> Manifest:
     return tiny.publish(next_model(tiny))
-
-
-def say(tiny: tiny_log.TinyLog, said: LatestPointer) -> None:
-    tiny.log.store.put("LATEST", said.to_bytes())
 
 
 def hide(tiny: tiny_log.TinyLog, key: str) -> Path:
@@ -99,7 +94,7 @@ def test_a_publisher_goes_on_over_a_latest_that_was_rewound_and_no_follower_goes
     old = tiny.log.latest()
     publish(tiny)
     assert follower.look() == 4
-    say(tiny, old)
+    tiny.say(old)
     assert [follower.look(), follower.look()] == [4, 4]
     assert follower.causes and set(follower.causes) == {"version_gap"}
     assert follower.holds(tiny.models[4])
@@ -115,7 +110,7 @@ def test_a_latest_of_rubbish_is_refused_and_its_mending_followed(tiny: tiny_log.
         tiny.log.store.put("LATEST", data)
         assert follower.look() == 3
     assert follower.causes == ["malformed"] * 4
-    say(tiny, good)
+    tiny.say(good)
     publish(tiny)
     assert follower.look() == 4
 
@@ -164,25 +159,20 @@ def writers(tiny: tiny_log.TinyLog, count: int, *, conditional: bool) -> list[Lo
     return [LogWriter.attach(DeltaLog(store, tiny.log.run)) for store in stores]
 
 
-def commit(writer: LogWriter, old: tiny_log.Model, new: tiny_log.Model) -> Manifest:
-    root = state_hash.state_root(tiny_log.lanes_of(new))
-    return writer.commit(tiny_log.updates_between(old, new), state_root=root)
-
-
 @pytest.mark.parametrize("conditional", [True, False])
 def test_of_two_publishers_one_stops_at_its_next_version_and_followers_see_one_branch(
     tiny: tiny_log.TinyLog, follower: Follower, conditional: bool
 ) -> None:
     first, second = writers(tiny, 2, conditional=conditional)
     ours, theirs = (tiny_log.changed_model(tiny.models[3], seed) for seed in (11, 12))
-    commit(first, tiny.models[3], ours)
+    tiny_log.commit(first, tiny.models[3], ours)
     assert follower.look() == 4
     with pytest.raises(RivalWriter, match="another publisher"):
-        commit(second, tiny.models[3], theirs)
+        tiny_log.commit(second, tiny.models[3], theirs)
     assert follower.look() == 4
     assert follower.holds(ours)
     later = tiny_log.changed_model(ours, 13)
-    commit(first, ours, later)
+    tiny_log.commit(first, ours, later)
     assert follower.look() == 5
     assert follower.holds(later)
     assert not follower.causes
@@ -192,17 +182,17 @@ def test_a_follower_on_one_branch_never_mixes_it_with_another(tiny: tiny_log.Tin
     fork = tiny.log.latest()
     (first,) = writers(tiny, 1, conditional=False)
     ours, theirs = (tiny_log.changed_model(tiny.models[3], seed) for seed in (11, 12))
-    commit(first, tiny.models[3], ours)
+    tiny_log.commit(first, tiny.models[3], ours)
     assert follower.look() == 4
-    say(tiny, fork)  # somebody restores a backup, say, and starts another publisher from it
+    tiny.say(fork)  # somebody restores a backup, say, and starts another publisher from it
     (second,) = writers(tiny, 1, conditional=False)
-    commit(second, tiny.models[3], theirs)
-    commit(second, theirs, tiny_log.changed_model(theirs, 13))
+    tiny_log.commit(second, tiny.models[3], theirs)
+    tiny_log.commit(second, theirs, tiny_log.changed_model(theirs, 13))
     assert [follower.look(), follower.look()] == [4, 4]
     assert set(follower.causes) == {"version_gap"}
     assert follower.holds(ours)
     with pytest.raises(RivalWriter):
-        commit(first, ours, tiny_log.changed_model(ours, 14))
+        tiny_log.commit(first, ours, tiny_log.changed_model(ours, 14))
 
 
 # --- clocks ----------------------------------------------------------------------------------------------------------
@@ -227,7 +217,7 @@ def test_what_is_being_published_survives_a_collection_by_a_clock_an_hour_wrong(
     tiny: tiny_log.TinyLog, follower: Follower, skew: float
 ) -> None:
     store = tiny.log.store
-    writing = put_catalog_object(store, tiny.log.catalog(), sequence=99).key  # as a publisher puts it before LATEST
+    writing = put_catalog(store, tiny.log.catalog(), sequence=99).key  # as a publisher puts it before LATEST
     collected = collect(tiny.log, delete=True, clock=lambda: time.time() + skew)
     assert collected.deleted == 0
     assert store.head(writing).size > 0

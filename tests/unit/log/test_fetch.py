@@ -12,9 +12,9 @@ import tiny_log
 
 from vllm_delta_sync.errors import DigestMismatch, MalformedObject, NotFound, VersionGap
 from vllm_delta_sync.log import DeltaLog, fetch, names, payload, pointer
+from vllm_delta_sync.log.catalogs import put_catalog
 from vllm_delta_sync.log.packing import pack
 from vllm_delta_sync.log.replica import Replica
-from vllm_delta_sync.log.writer import put_catalog_object
 from vllm_delta_sync.store import Content, ObjectInfo, Store
 from vllm_delta_sync.wire import state_hash
 from vllm_delta_sync.wire.catalog import Catalog
@@ -100,7 +100,7 @@ def test_latest_is_fetched_by_the_content_that_a_look_told(tiny: tiny_log.TinyLo
 
 # --- what must fit ---------------------------------------------------------------------------------------------------
 def test_a_catalog_of_another_run_is_refused(tiny: tiny_log.TinyLog) -> None:
-    ref = put_catalog_object(tiny.log.store, Catalog(run="ab" * 16), 1)
+    ref = put_catalog(tiny.log.store, Catalog(run="ab" * 16), 1)
     pointer.update(tiny.log, lambda at: at.model_copy(update={"catalog": ref}))
     with pytest.raises(VersionGap, match=f"{ref.key}: of run {'ab' * 16}"):
         tiny.log.catalog()

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import tiny_log
 
+from tests.unit.log.replicas import assert_at
 from vllm_delta_sync.errors import ConfigError, VersionGap
 from vllm_delta_sync.log import FoldSchedule
 from vllm_delta_sync.log import verify as checks
@@ -19,12 +20,6 @@ from vllm_delta_sync.log.replica import Replica
 from vllm_delta_sync.log.schedule import with_folds
 from vllm_delta_sync.wire.checkpoint import open_checkpoint
 from vllm_delta_sync.wire.hop import Hop
-
-
-def assert_at(replica: Replica, tiny: tiny_log.TinyLog, version: int) -> None:
-    assert replica.version == version
-    for name, (_, bits) in tiny.models[version].items():
-        np.testing.assert_array_equal(replica.tensors[name][1], bits, err_msg=name)
 
 
 @pytest.mark.parametrize(("source", "to"), [(0, 3), (1, 3), (2, 3), (3, 0), (3, 1), (2, 1)])

@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import hashlib
-import os
 from itertools import pairwise
 from pathlib import Path
 
-import numpy as np
 import pytest
 import tiny_log
-from safetensors import safe_open
 
 from vllm_delta_sync.errors import (
     AlreadyExists,
@@ -20,47 +17,35 @@ from vllm_delta_sync.errors import (
     NotFound,
     RivalWriter,
     StateHashMismatch,
-    Unavailable,
-    UnsettledWrite,
     VersionGap,
 )
 from vllm_delta_sync.log import DeltaLog, LogWriter
 from vllm_delta_sync.log import verify as checks
-from vllm_delta_sync.log.export import export
 from vllm_delta_sync.log.packing import pack
-from vllm_delta_sync.store import ObjectInfo, Store, open_store
-from vllm_delta_sync.wire import frames
-from vllm_delta_sync.wire.checkpoint import open_checkpoint, write_checkpoint
+from vllm_delta_sync.store import open_store
 from vllm_delta_sync.wire.manifest import BaseRef
-
-
-def assert_same(found: tiny_log.Model, expected: tiny_log.Model) -> None:
-    assert found.keys() == expected.keys()
-    for name, (spec, bits) in expected.items():
-        assert found[name][0] == spec
-        np.testing.assert_array_equal(found[name][1], bits)
 
 
 def test_every_version_materialises_to_exactly_the_published_bits(tiny: tiny_log.TinyLog) -> None:
     for version, model in enumerate(tiny.models):
-        assert_same(tiny.log.materialize(version, tiny.base), model)
+        assert tiny_log.same(tiny.log.materialize(version, tiny.base), model)
 
 
 def test_the_base_may_be_tensors_and_they_are_not_written_to(tiny: tiny_log.TinyLog) -> None:
     base = tiny_log.random_model()
-    assert_same(tiny.log.materialize(3, base), tiny.models[3])
-    assert_same(base, tiny.models[0])
+    assert tiny_log.same(tiny.log.materialize(3, base), tiny.models[3])
+    assert tiny_log.same(base, tiny.models[0])
 
 
 def test_without_a_base_the_directory_that_version_0_names_is_used(tiny: tiny_log.TinyLog) -> None:
-    assert_same(tiny.log.materialize(2), tiny.models[2])
+    assert tiny_log.same(tiny.log.materialize(2), tiny.models[2])
 
 
 def test_without_a_base_the_anchor_of_the_run_is_used(tmp_path: Path) -> None:
     tiny = tiny_log.build(tmp_path, 2, anchor=True)
     for file in tiny.base.iterdir():
         file.unlink()
-    assert_same(tiny.log.materialize(2), tiny.models[2])
+    assert tiny_log.same(tiny.log.materialize(2), tiny.models[2])
 
 
 def test_a_log_that_offers_no_base_asks_for_one(tmp_path: Path) -> None:
@@ -108,7 +93,7 @@ def test_a_delta_against_other_weights_than_the_parent_is_refused_by_tensor(tiny
 def test_a_version_without_changes_is_a_version(tiny: tiny_log.TinyLog) -> None:
     manifest = tiny.publish(tiny.models[-1])
     assert (manifest.version, manifest.totals.changed, len(manifest.shards)) == (4, 0, 1)
-    assert_same(tiny.log.materialize(4, tiny.base), tiny.models[3])
+    assert tiny_log.same(tiny.log.materialize(4, tiny.base), tiny.models[3])
 
 
 def test_manifests_state_step_totals_and_parents(tiny: tiny_log.TinyLog) -> None:
@@ -146,7 +131,7 @@ def test_nothing_published_yet_is_not_found(tmp_path: Path) -> None:
 def test_attach_continues_the_run(tiny: tiny_log.TinyLog) -> None:
     tiny.writer = LogWriter.attach(tiny.log)
     tiny.publish(tiny_log.changed_model(tiny.models[-1], 4))
-    assert_same(tiny.log.materialize(4, tiny.base), tiny.models[4])
+    assert tiny_log.same(tiny.log.materialize(4, tiny.base), tiny.models[4])
 
 
 def test_the_second_of_two_writers_is_refused_and_the_first_version_stays(tiny: tiny_log.TinyLog) -> None:
@@ -165,107 +150,12 @@ def test_a_new_run_takes_over_and_the_old_one_stays_readable(tiny: tiny_log.Tiny
     assert DeltaLog.open(tiny.bucket, old).tip().version == 3
 
 
-class _Failing:
-    """A store whose writes of keys that end with `part` fail, before or after they took effect, `times` times.
-
-    `mute`: it cannot be read either once one has failed.
-    """
-
-    def __init__(self, store: Store, part: str, *, arrives: bool, times: int = 1, mute: bool = False) -> None:
-        self._store, self._part, self._arrives, self._left, self._mute = store, part, arrives, times, mute
-        self._failed = False
-        self.puts = 0
-
-    def __getattr__(self, name: str) -> object:
-        if name == "batch":  # every write comes through `put`
-            raise AttributeError(name)
-        return getattr(self._store, name)
-
-    def head(self, key: str) -> ObjectInfo:
-        if self._failed and self._mute:
-            raise Unavailable("the store is away")
-        return self._store.head(key)
-
-    def put(self, key: str, data: frames.Buffer, *, create: bool = False, over: str | None = None) -> ObjectInfo | None:
-        self.puts += 1
-        failing = key.endswith(self._part) and self._left > 0
-        info = None if failing and not self._arrives else self._store.put(key, data, create=create, over=over)
-        if failing:
-            self._left -= 1
-            self._failed = True
-            raise Unavailable("the answer was lost")
-        return info
-
-
-@pytest.mark.parametrize("arrives", [False, True])
-def test_a_lost_answer_to_the_last_write_is_settled_by_what_latest_says(tiny: tiny_log.TinyLog, arrives: bool) -> None:
-    before = tiny.log.tip()
-    store = _Failing(tiny.log.store, "LATEST", arrives=arrives)
-    writer = LogWriter.attach(DeltaLog(store, tiny.log.run))  # type: ignore[arg-type]
-    if arrives:
-        writer.commit([], state_root=before.state_root)
-        assert tiny.log.tip() == writer.tip
-        assert writer.tip.version == 4
-        assert store.puts == 2 + 2  # shard, manifest, LATEST, and LATEST again: what can be read is not yet durable
-    else:
-        with pytest.raises(Unavailable):
-            writer.commit([], state_root=before.state_root)
-        assert tiny.log.tip() == writer.tip == before
-
-
-@pytest.mark.parametrize("trouble", [{"times": 2}, {"mute": True}], ids=["never durable", "not to be read"])
-def test_a_write_of_latest_that_cannot_be_settled_asks_for_a_resume(tiny: tiny_log.TinyLog, trouble: dict) -> None:  # type: ignore[type-arg]
-    before = tiny.log.tip()
-    store = _Failing(tiny.log.store, "LATEST", arrives=True, **trouble)
-    writer = LogWriter.attach(DeltaLog(store, tiny.log.run))  # type: ignore[arg-type]
-    with pytest.raises(UnsettledWrite, match="resume=True"):
-        writer.commit([], state_root=before.state_root)
-    assert writer.tip == before
-    assert tiny.log.table(tiny.log.tip()).tensors == (), "what LATEST may name must not be removed"
-    LogWriter.attach(tiny.log).commit([], state_root=before.state_root)
-    assert tiny.log.tip().version == 5
-
-
-@pytest.mark.parametrize("part", [".safetensors", ".manifest.json"])
-@pytest.mark.parametrize("arrives", [False, True])
-def test_an_attempt_that_fails_leaves_no_objects(tiny: tiny_log.TinyLog, part: str, arrives: bool) -> None:
-    keys = list(tiny.log.store.list())
-    store = _Failing(tiny.log.store, part, arrives=arrives)
-    tiny.writer = LogWriter.attach(DeltaLog(store, tiny.log.run))  # type: ignore[arg-type]
-    model = tiny_log.changed_model(tiny.models[-1], 4)
-    with pytest.raises(Unavailable):
-        tiny.publish(model)
-    assert list(tiny.log.store.list()) == keys
-    tiny.publish(model)
-    assert_same(tiny.log.materialize(4, tiny.base), model)
-
-
-def test_a_run_whose_beginning_fails_leaves_no_anchor(tmp_path: Path) -> None:
-    model = tiny_log.random_model()
-    files = write_checkpoint(tmp_path / "base", model.values())
-    root = open_store(str(tmp_path / "bucket"))
-    store = _Failing(root, ".manifest.json", arrives=True)
-    with pytest.raises(Unavailable):
-        LogWriter.create(store, tiny_log.lanes_of(model), base=None, anchor=files)  # type: ignore[arg-type]
-    assert list(root.list()) == []
-
-
-def test_an_anchor_with_a_name_that_no_key_allows_is_refused_before_its_weights_are_written(tmp_path: Path) -> None:
-    model = tiny_log.random_model()
-    files = write_checkpoint(tmp_path / "base", model.values())
-    stray = tmp_path / "base" / "my file.json"
-    stray.write_text("{}")
-    with pytest.raises(ConfigError, match=r"my file\.json cannot be part of an anchor"):
-        LogWriter.create(str(tmp_path / "bucket"), tiny_log.lanes_of(model), base=None, anchor=[*files, stray])
-    assert not (tmp_path / "bucket").exists()
-
-
 def test_blocks_are_spread_over_shards_and_a_version_of_many_shards_materialises(tiny: tiny_log.TinyLog) -> None:
     log = tiny.log
     tiny.writer = LogWriter(log, log.latest(), log.tip(), shard_bytes=1024)
     manifest = tiny.publish(tiny_log.changed_model(tiny.models[-1], 5, share=0.9))
     assert len(manifest.shards) > 2
-    assert_same(log.materialize(4, tiny.base), tiny.models[4])
+    assert tiny_log.same(log.materialize(4, tiny.base), tiny.models[4])
     assert checks.verify(log).faults == ()
 
 
@@ -274,71 +164,6 @@ def test_payloads_are_packed_without_copies(tiny: tiny_log.TinyLog) -> None:
     streams = [stream for shard in pack(updates, 1 << 20).shards for stream in shard]
     given = [stream for update in updates for _, _, block in update.blocks for stream in (block.index, block.value)]
     assert {id(stream) for stream in streams} == {id(stream) for stream in given}
-
-
-def test_an_export_loads_as_a_checkpoint_and_carries_what_is_not_published(tmp_path: Path) -> None:
-    tiny = tiny_log.build(tmp_path)
-    frozen = tiny_log.TensorSpec("vision.frozen", "BF16", (3,)), np.arange(3, dtype=np.uint16)
-    write_checkpoint(tiny.base, [*tiny.models[0].values(), frozen])
-    files = export(tiny.log, 2, tmp_path / "out", tiny.base)
-    assert {file.name for file in files} == {"model.safetensors", "config.json"}
-    found = dict(open_checkpoint(tmp_path / "out"))
-    np.testing.assert_array_equal(found.pop("vision.frozen")[1], frozen[1])
-    assert_same(found, tiny.models[2])
-    with safe_open(tmp_path / "out" / "model.safetensors", "np") as file:
-        assert set(file.keys()) == {*tiny.models[2], "vision.frozen"}
-
-
-def test_an_export_refuses_a_directory_that_holds_something(tiny: tiny_log.TinyLog) -> None:
-    with pytest.raises(ConfigError, match="already exists"):
-        export(tiny.log, 1, tiny.base, tiny.base)
-
-
-def test_a_failed_export_leaves_nothing_behind(tiny: tiny_log.TinyLog, tmp_path: Path) -> None:
-    out = tmp_path / "out"
-
-    def occupy(what: str, done: int, total: int) -> None:
-        if what == "writing the checkpoint":
-            out.mkdir()
-            (out / "mine").touch()
-
-    with pytest.raises(ConfigError, match="cannot write"):
-        export(tiny.log, 1, out, tiny.base, progress=occupy)
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["base", "bucket", "out"]
-    assert [path.name for path in out.iterdir()] == ["mine"]
-
-
-def test_an_export_is_durable_with_its_name(
-    tiny: tiny_log.TinyLog, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    synced: list[str] = []
-    real = os.fsync
-
-    def record(handle: int) -> None:
-        synced.append(os.readlink(f"/proc/self/fd/{handle}"))
-        real(handle)
-
-    monkeypatch.setattr(os, "fsync", record)
-    export(tiny.log, 1, tmp_path / "out", tiny.base)
-    assert synced[-1] == str(tmp_path)
-
-
-def test_what_another_export_left_does_not_get_into_this_one(tiny: tiny_log.TinyLog, tmp_path: Path) -> None:
-    left = tmp_path / ".out.writing"
-    left.mkdir()
-    (left / "stray.safetensors").touch()
-    export(tiny.log, 1, tmp_path / "out", tiny.base)
-    assert sorted(path.name for path in (tmp_path / "out").iterdir()) == ["config.json", "model.safetensors"]
-    assert [path.name for path in left.iterdir()] == ["stray.safetensors"]
-
-
-def test_an_export_into_the_empty_working_directory_is_written(
-    tiny: tiny_log.TinyLog, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    (tmp_path / "here").mkdir()
-    monkeypatch.chdir(tmp_path / "here")
-    export(tiny.log, 1, Path("."), tiny.base)
-    assert_same(dict(open_checkpoint(tmp_path / "here")), tiny.models[1])
 
 
 def test_verify_counts_what_it_walked_and_reports_progress(tmp_path: Path) -> None:

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-import numpy as np
 import pytest
 import tiny_folds
 import tiny_log
 from hooked_store import HookedStore
 
+from tests.unit.log.replicas import assert_at
 from vllm_delta_sync.errors import Unavailable, VersionGap
 from vllm_delta_sync.log import DeltaLog, LogWriter, pinning, settling
 from vllm_delta_sync.log.replica import Replica
@@ -32,12 +32,6 @@ def replica_at(tiny: tiny_log.TinyLog, version: int) -> Replica:
     replica = Replica(tiny.log, tiny.base)
     replica.go_to(tiny.log.latest(), version)
     return replica
-
-
-def assert_at(replica: Replica, tiny: tiny_log.TinyLog, version: int) -> None:
-    assert replica.version == version
-    for name, (_, bits) in tiny.models[version].items():
-        np.testing.assert_array_equal(replica.tensors[name][1], bits)
 
 
 @pytest.mark.parametrize("version", [0, 1, 2, 3])

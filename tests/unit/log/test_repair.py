@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 import tiny_folds
 import tiny_log
@@ -13,12 +11,6 @@ from vllm_delta_sync.log import LogWriter
 from vllm_delta_sync.log import verify as checks
 from vllm_delta_sync.log.repair import Node, contenders, repair_latest
 from vllm_delta_sync.wire.manifest import LatestPointer, ObjectRef
-
-
-def damage(path: Path) -> None:
-    data = bytearray(path.read_bytes())
-    data[-1] ^= 1
-    path.write_bytes(data)
 
 
 def write_latest(tiny: tiny_log.TinyLog, **changes: object) -> LatestPointer:
@@ -70,8 +62,8 @@ def test_a_damaged_version_and_all_behind_it_are_left_out_and_the_pin_stays(tiny
     tiny_folds.add_fold(tiny, 3, 1)
     write_latest(tiny, pin=1)
     for version in (2, 3):
-        damage(tiny.object(tiny.log.manifest(tiny_folds.reference(tiny, version)).shards[0].key))
-    damage(tiny.object(tiny.log.catalog().folds[1].shards[0].key))
+        tiny_log.damage(tiny.object(tiny.log.manifest(tiny_folds.reference(tiny, version)).shards[0].key))
+    tiny_log.damage(tiny.object(tiny.log.catalog().folds[1].shards[0].key))
     found = repair_latest(tiny.log)
     assert (found.pointer.version, found.pointer.pin, found.sound) == (1, 1, 2)
     assert [(fold.source, fold.to) for fold in tiny.log.catalog().folds] == [(0, 1)]
@@ -84,7 +76,7 @@ def test_a_way_around_a_damaged_version_counts(tiny: tiny_log.TinyLog, way: str)
         tiny_folds.add_fold(tiny, 0, 2)
     else:
         tiny_folds.add_anchor(tiny, 2)
-    damage(tiny.object(tiny.log.manifest(tiny_folds.reference(tiny, 2)).shards[0].key))
+    tiny_log.damage(tiny.object(tiny.log.manifest(tiny_folds.reference(tiny, 2)).shards[0].key))
     tiny.object("LATEST").unlink()
     assert repair_latest(tiny.log).pointer.version == 3
 
@@ -149,7 +141,7 @@ def test_what_is_published_during_a_repair_is_not_overwritten(tiny: tiny_log.Tin
 
 
 def test_a_run_of_which_nothing_verifies_is_left_alone(tiny: tiny_log.TinyLog) -> None:
-    damage(tiny.object(tiny.log.base().shards[0].key))
+    tiny_log.damage(tiny.object(tiny.log.base().shards[0].key))
     tiny.object("LATEST").unlink()
     with pytest.raises(VersionGap, match="no version verifies from version 0 or an anchor"):
         repair_latest(tiny.log)

@@ -32,12 +32,6 @@ def faults(tiny: tiny_log.TinyLog) -> list[tuple[int, str]]:
     return [(fault.version, fault.cause) for fault in checks.verify(tiny.log).faults]
 
 
-def damage(path: Path) -> None:
-    data = bytearray(path.read_bytes())
-    data[-1] ^= 1
-    path.write_bytes(data)
-
-
 def test_a_sound_log_is_counted_whole(rich: tiny_log.TinyLog) -> None:
     seen: list[tuple[int, int]] = []
     verdict = checks.verify(rich.log, progress=lambda _, done, total: seen.append((done, total)))
@@ -60,7 +54,7 @@ def test_a_log_whose_first_deltas_are_gone_is_sound(rich: tiny_log.TinyLog, olde
             rich.object(shard.key).unlink()
     found = checks.verify(rich.log)
     assert (found.versions, found.faults) == (5 - oldest, ())
-    damage(rich.object(rich.log.catalog().folds[0].shards[0].key))
+    tiny_log.damage(rich.object(rich.log.catalog().folds[0].shards[0].key))
     assert faults(rich) == [(2, "digest")]
 
 
@@ -74,7 +68,7 @@ def test_a_wrong_state_root_is_found_where_only_a_fold_leads_to_the_deltas(rich:
 @pytest.mark.parametrize("number", [0, 1, 2])
 def test_damage_to_a_fold_is_found(rich: tiny_log.TinyLog, number: int) -> None:
     fold = rich.log.catalog().folds[number]
-    damage(rich.object(fold.shards[0].key))
+    tiny_log.damage(rich.object(fold.shards[0].key))
     assert faults(rich) == [(fold.to, "digest")]
     rich.object(fold.shards[0].key).unlink()
     assert faults(rich) == [(fold.to, "not_found")]
@@ -82,7 +76,7 @@ def test_damage_to_a_fold_is_found(rich: tiny_log.TinyLog, number: int) -> None:
 
 def test_damage_to_an_anchor_is_found(rich: tiny_log.TinyLog) -> None:
     (anchor,) = rich.log.catalog().anchors
-    damage(rich.object(anchor.checkpoint.files[0].key))
+    tiny_log.damage(rich.object(anchor.checkpoint.files[0].key))
     rich.object(anchor.table.key).unlink()
     assert faults(rich) == [(3, "digest"), (3, "not_found")]
 

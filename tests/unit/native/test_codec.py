@@ -10,11 +10,10 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from tests.unit.native.special import SPECIAL
 from vllm_delta_sync.errors import MalformedObject
 
 quick = settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-# ±0, ±Inf, quiet and signalling NaNs with payloads, subnormals, ±1, the largest finite
-SPECIAL = [0x0000, 0x8000, 0x7F80, 0xFF80, 0x7FC1, 0xFFFF, 0x7F81, 0x0001, 0x8001, 0x007F, 0x3F80, 0xBF80, 0x7F7F]
 bf16 = st.one_of(st.sampled_from(SPECIAL), st.integers(0, 0xFFFF))
 bf16_rows = st.lists(st.tuples(bf16, bf16), max_size=300).map(
     lambda pairs: (np.array([a for a, _ in pairs], np.uint16), np.array([b for _, b in pairs], np.uint16))

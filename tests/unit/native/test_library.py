@@ -2,19 +2,14 @@
 
 from __future__ import annotations
 
-import shutil
 import subprocess
 import sys
 from pathlib import Path
 
-import pytest
-
+from tests.unit.kernels.on_host import COMPILER, needs_compiler
 from vllm_delta_sync import native
 from vllm_delta_sync.native import portable, portable_ctx
 from vllm_delta_sync.native.library import ABI_VERSION, CPU_FUNCTIONS, load
-
-COMPILER = shutil.which("c++") or shutil.which("g++") or shutil.which("clang++")
-needs_compiler = pytest.mark.skipif(COMPILER is None, reason="no C++ compiler here to build the library with")
 
 
 def compile_library(folder: Path, source: str) -> Path:

@@ -11,15 +11,7 @@ from typing import Any
 import numpy as np
 
 from vllm_delta_sync.serving import messages as msg
-from vllm_delta_sync.serving.actions import (
-    Action,
-    Commit,
-    Committed,
-    Event,
-    Send,
-    Trace,
-    Traced,
-)
+from vllm_delta_sync.serving.actions import Action, Commit, Committed, Event, Send, Trace, Traced
 from vllm_delta_sync.serving.affine import Region
 from vllm_delta_sync.serving.controller import Controller
 from vllm_delta_sync.serving.traced import RankLayout

@@ -124,6 +124,16 @@ def test_weights_that_may_be_half_written_are_not_trusted(answers: dict[str, Any
     assert event.error is not None and not event.trusted
 
 
+def test_caches_that_vllm_cannot_drop_end_neither_the_commit_nor_the_server(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    core = Core(multimodal=True)
+    monkeypatch.delattr(Core, "reset_encoder_cache")
+    event = committed(work(core).commit("run", 1))
+    assert event.error is None and event.trusted and core.version == "1"
+    assert "version 1 is served, but" in caplog.text
+
+
 def test_after_a_lost_reply_no_rank_is_called_again() -> None:
     core = Core(delta_sync_commit=TimeoutError("no reply"))
     work(core).commit("run", 1)

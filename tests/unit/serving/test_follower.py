@@ -2,92 +2,18 @@
 
 from __future__ import annotations
 
-import queue
 import threading
 import time
-from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
-from tests.tiny_training import TroubledStore
-from tests.unit.serving.fleet import train, weights
+from tests.unit.serving.watched import Watched, follower, tip
 from vllm_delta_sync import DeltaLog, Publisher
 from vllm_delta_sync.errors import RateLimited
 from vllm_delta_sync.log.pointer import update
-from vllm_delta_sync.serving import follower as following
 from vllm_delta_sync.serving import messages as msg
-from vllm_delta_sync.serving.follower import (
-    LAST_BACK_OFF_S,
-    LEAST_GAP_S,
-    METERED_BURST,
-    METERED_LOOKS_A_MINUTE,
-    MOST_UNANSWERED,
-    RUN_INTERVAL_S,
-    Follower,
-    Looks,
-)
-from vllm_delta_sync.store import Content, ObjectInfo, Store, open_store
-from vllm_delta_sync.wire.manifest import LatestPointer
-
-
-class Watched:
-    """A bucket with a publisher and a follower on it, whose clock stands still unless it is moved."""
-
-    def __init__(self, bucket: Path) -> None:
-        self.bucket = bucket
-        self.told: list[msg.Message] = []
-        self.state = weights()
-        self.now = 1000.0
-        self.store = Counted(open_store(str(bucket)))
-        self.follower = follower(lambda: DeltaLog.open(self.store), self.told.append, clock=lambda: self.now)
-
-    def look(self) -> list[msg.Message]:
-        """What one poll tells."""
-        self.told.clear()
-        self.follower.poll()
-        return list(self.told)
-
-    def publish(self, publisher: Publisher, versions: int = 1) -> None:
-        for step in range(versions):
-            train(self.state, step)
-            publisher.publish(self.state)
-        publisher.wait()
-
-    def latest(self) -> Path:
-        return next(self.bucket.glob("*/LATEST"))
-
-
-class Counted(TroubledStore):
-    """A store that counts what is read of it."""
-
-    def __init__(self, inner: Store) -> None:
-        super().__init__(inner)
-        self.read: list[tuple[str, str]] = []
-
-    def get(self, key: str, start: int = 0, end: int | None = None, *, content: Content | None = None) -> bytes:
-        self.read.append(("get", key.rpartition("/")[2]))
-        return self.inner.get(key, start, end, content=content)
-
-    def head(self, key: str) -> ObjectInfo:
-        self.read.append(("head", key.rpartition("/")[2]))
-        return self.inner.head(key)
-
-
-def follower(
-    open_log: Callable[[], DeltaLog],
-    tell: Callable[[msg.Message], None],
-    *,
-    must_exist: bool = False,
-    deadline_s: float = 20.0,
-    clock: Callable[[], float] = time.monotonic,
-) -> Follower:
-    return Follower(open_log, tell, 1.0, must_exist=must_exist, deadline_s=deadline_s, clock=clock)
-
-
-@pytest.fixture
-def watched(tmp_path: Path) -> Watched:
-    return Watched(tmp_path / "bucket")
+from vllm_delta_sync.serving.follower import LAST_BACK_OFF_S, MOST_UNANSWERED, RUN_INTERVAL_S
 
 
 def failure(told: list[msg.Message]) -> msg.PollFailed:
@@ -99,12 +25,6 @@ def failure(told: list[msg.Message]) -> msg.PollFailed:
 def test_an_empty_bucket_is_told_once(watched: Watched) -> None:
     assert watched.look() == [msg.NothingPublished()]
     assert watched.look() == []
-
-
-def tip(told: list[msg.Message]) -> LatestPointer:
-    (only,) = told
-    assert isinstance(only, msg.Tip)
-    return only.pointer
 
 
 def test_what_latest_says_is_told_once_for_one_head_a_look(watched: Watched) -> None:
@@ -240,105 +160,3 @@ def test_a_store_that_never_answers_is_named_and_followed_again_when_it_does(wat
         assert time.monotonic() < deadline
         watching.poll()
     assert sum(isinstance(message, msg.Tip) for message in told) == 1
-
-
-class Telling(Counted):
-    """A store that says when something changed."""
-
-    def __init__(self, inner: Store) -> None:
-        super().__init__(inner)
-        self.said: queue.Queue[None] = queue.Queue()
-
-    def changes(self, key: str, stop: threading.Event) -> Iterator[None]:
-        while not stop.is_set():
-            yield self.said.get()
-
-
-def test_a_store_that_says_that_latest_changed_is_looked_at_at_once(watched: Watched) -> None:
-    told: queue.Queue[msg.Message] = queue.Queue()
-    store = Telling(open_store(str(watched.bucket)))
-    with Publisher.open(watched.bucket, base=watched.state) as publisher:
-        publisher.wait()
-        watching = Follower(lambda: DeltaLog.open(store), told.put, 3600.0, deadline_s=20.0)
-        thread = threading.Thread(target=watching.run, daemon=True)
-        thread.start()
-        assert isinstance(told.get(timeout=20), msg.Tip)
-        watched.publish(publisher)
-        store.said.put(None)
-        pointer = tip([told.get(timeout=20)])
-        assert pointer.version == 1
-        watching.stop()
-        store.said.put(None)
-        thread.join(20)
-        assert not thread.is_alive()
-
-
-def looks_in(minutes: float, interval_s: float, every_s: float) -> int:
-    """Looks in so many minutes by someone who polls at an interval, beside events that come at another one."""
-    looks, now, count = Looks(METERED_LOOKS_A_MINUTE), 0.0, 0
-    while now < minutes * 60:
-        count += 1
-        looks.take(now)
-        event = (now // every_s + 1) * every_s
-        now += min(interval_s, max(event - now, looks.wait_s(now), LEAST_GAP_S))
-    return count
-
-
-@pytest.mark.parametrize(
-    ("interval_s", "every_s", "a_minute"),
-    [
-        (5.0, 1000.0, 12),  # nothing happens
-        (5.0, 2.0, 15),
-        (5.0, 0.1, 15),
-        (60.0, 2.0, 15),
-        (1.0, 0.1, 60),  # as often as was asked for, no more
-        (60.0, 30.0, 2),  # each event is followed at once
-    ],
-)
-def test_events_bring_about_so_many_looks_where_each_counts(interval_s: float, every_s: float, a_minute: int) -> None:
-    assert a_minute * 10 - 1 <= looks_in(10, interval_s, every_s) <= a_minute * 10 + METERED_BURST
-
-
-def test_an_event_after_a_quiet_time_is_followed_at_once_and_many_are_not(watched: Watched) -> None:
-    watched.store = Metered(watched.store.inner)
-    Publisher.open(watched.bucket, base=watched.state).close()
-    watched.look()
-    assert [watched.follower.least_gap_s() for _ in range(4)] == [LEAST_GAP_S, LEAST_GAP_S, 4.0, 4.0]
-    watched.now += 60
-    assert watched.follower.least_gap_s() == LEAST_GAP_S
-
-
-class Metered(Counted):
-    metered = True  # type: ignore[assignment]
-
-
-class Listened(Telling):
-    """A store that tells when it is listened to."""
-
-    def __init__(self, inner: Store, *, metered: bool) -> None:
-        super().__init__(inner)
-        self.counts = metered
-        self.listened = threading.Event()
-
-    @property
-    def metered(self) -> bool:
-        return self.counts
-
-    def changes(self, key: str, stop: threading.Event) -> Iterator[None]:
-        self.listened.set()
-        return iter(())
-
-
-def test_where_requests_count_followers_do_not_all_begin_to_listen_at_once(
-    watched: Watched, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(following, "FEED_SPREAD_S", 1e6)  # so that chance does not begin at once
-    Publisher.open(watched.bucket, base=watched.state).close()
-    stores = [Listened(open_store(str(watched.bucket)), metered=metered) for metered in (True, False)]
-    followers = [follower(lambda store=store: DeltaLog.open(store), watched.told.append) for store in stores]  # type: ignore[misc]
-    for one in followers:
-        one.poll()
-    assert stores[1].listened.wait(10)
-    assert not stores[0].listened.wait(0.05)
-    for one in followers:
-        one.stop()

@@ -10,6 +10,7 @@ import pytest
 import torch
 from hypothesis import given, reject
 from hypothesis import strategies as st
+from table_rows import row_of
 
 from tests.unit.serving.test_layout_affine import loader_views, pairs, view_of
 from vllm_delta_sync import kernels, native
@@ -21,9 +22,9 @@ from vllm_delta_sync.serving.overlay import overlay, slabs
 from vllm_delta_sync.serving.staging import Effect, stage
 from vllm_delta_sync.serving.stopwatch import Stopwatch
 from vllm_delta_sync.wire import container, state_hash
-from vllm_delta_sync.wire.codecs import EncodedBlock, dense_block
+from vllm_delta_sync.wire.codecs import dense_block
+from vllm_delta_sync.wire.encoded import EncodedBlock
 from vllm_delta_sync.wire.sparse import gap_abs_block
-from vllm_delta_sync.wire.table import Block
 from vllm_delta_sync.wire.tensors import TensorSpec
 
 ROWS, COLUMNS = 6, 5
@@ -131,13 +132,10 @@ def test_of_a_block_that_lists_what_did_not_change_only_what_differs_is_staged(e
     after[[7, 8, 9, 24]] ^= 1  # of which 24 is in column 4, which is not held here
     made = encoded(after)  # type: ignore[operator]
     assert isinstance(made, EncodedBlock)
-    block = Block(
-        0, SPEC, 0, SPEC.numel, made.codec, made.changed, 0, 0, (len(made.index), len(made.value)), made.raw,
-        made.digest(),
-    )  # fmt: skip
+    block, payload = row_of(SPEC, made)
     live = Live(before)
     held: list[Region] = [REGION]
-    effect = stage([block], [(block, made.index + made.value)], held, {"w": [0]}, SEEDS, live.memory, 1 << 20)
+    effect = stage([block], [(block, payload)], held, {"w": [0]}, SEEDS, live.memory, 1 << 20)
     assert effect.elements == sum(source in (7, 8, 9) for source, _ in pairs(REGION))
     was = live.lanes()
     live.memory.scatter(effect.patches)

@@ -271,11 +271,11 @@ class _Failing:
         self.real, self.widths, self.undo_too, self.calls = real, widths, undo_too, 0
         self.name, self.reason = real.name, real.reason
 
-    def scatter(self, targets: Any, patch: Any) -> int:
+    def scatter(self, patch: Any) -> int:
         self.calls += 1
         if patch.width in self.widths or (self.undo_too and self.calls > 1):
             raise RuntimeError("out of memory")
-        return int(self.real.scatter(targets, patch))
+        return int(self.real.scatter(patch))
 
 
 @pytest.mark.parametrize(("undo_too", "error"), [(False, RuntimeError), (True, Poisoned)])

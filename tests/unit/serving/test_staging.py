@@ -7,6 +7,7 @@ import tracemalloc
 import numpy as np
 import pytest
 import torch
+from table_rows import row_of
 
 from vllm_delta_sync import kernels, native
 from vllm_delta_sync.native.types import Bits
@@ -15,9 +16,9 @@ from vllm_delta_sync.serving.affine import Region, View, compose
 from vllm_delta_sync.serving.memory import LiveMemory
 from vllm_delta_sync.serving.staging import Effect, stage
 from vllm_delta_sync.wire import state_hash
-from vllm_delta_sync.wire.codecs import EncodedBlock, dense_block
+from vllm_delta_sync.wire.codecs import dense_block
+from vllm_delta_sync.wire.encoded import EncodedBlock
 from vllm_delta_sync.wire.sparse import gap_abs_block, gap_of
-from vllm_delta_sync.wire.table import Block
 from vllm_delta_sync.wire.tensors import TensorSpec
 
 BLOCKS, COUNT = 16, 1 << 16
@@ -55,15 +56,9 @@ def encoded(old: Bits, new: Bits) -> list[EncodedBlock]:
 def staged(region: Region, live: Bits, blocks: list[EncodedBlock]) -> tuple[Effect, LiveMemory]:
     flat = torch.from_numpy(live.view(np.int16)).view(torch.bfloat16)
     memory = LiveMemory([flat], kernels.select("auto", flat.device))
-    rows = [
-        Block(0, SPEC, n * COUNT, COUNT, made.codec, made.changed, 0, 0, (len(made.index), len(made.value)), made.raw,
-              made.digest())
-        for n, made in enumerate(blocks)
-    ]  # fmt: skip
-    payloads = [bytes(made.index) + bytes(made.value) for made in blocks]
-    pairs = list(zip(rows, payloads, strict=True))
+    pairs = [row_of(SPEC, made, n * COUNT, COUNT) for n, made in enumerate(blocks)]
     tracemalloc.reset_peak()
-    return stage(rows, pairs, [region], {"w": [0]}, {"w": SEED}, memory, 8 * SPEC.numel), memory
+    return stage([row for row, _ in pairs], pairs, [region], {"w": [0]}, {"w": SEED}, memory, 8 * SPEC.numel), memory
 
 
 def test_changes_take_eight_bytes_each_while_they_are_staged_and_one_block_more() -> None:
@@ -91,7 +86,7 @@ def test_what_is_staged_does_not_depend_on_how_many_changes_are_looked_at_at_a_t
     old, new = (bits.reshape(SPEC.shape)[:, : region.numel // BLOCKS].reshape(-1).copy() for bits in step())
     effect, memory = staged(region, old, encoded(*step()))
     (patch,) = effect.patches
-    assert len(patch.segments) == 1  # one region is one segment, or the kernel cannot read ahead
+    assert len(patch.places) == 1  # one region is one segment, or the kernel cannot read ahead
     was = memory.hash(region, "BF16", SEED)
     memory.scatter(effect.patches)
     assert np.array_equal(old, new) and np.array_equal(was + effect.lanes[0], memory.hash(region, "BF16", SEED))

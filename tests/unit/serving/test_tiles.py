@@ -12,21 +12,21 @@ import pytest
 import torch
 from hypothesis import assume, given
 from hypothesis import strategies as st
+from table_rows import row_of
 
+from tests.unit.serving.ctx_blocks import COLUMNS, KEPT, MATRIX, ROWS, ctx_block, publish, region, train, weights
 from tests.unit.serving.fleet import Following
 from tests.unit.serving.served import Served
-from vllm_delta_sync import Publisher, kernels, native
+from vllm_delta_sync import Publisher, kernels
 from vllm_delta_sync.errors import BaseNeeded, StateHashMismatch, UnsupportedLayout
 from vllm_delta_sync.log import FoldSchedule
 from vllm_delta_sync.native import Changes, CtxGrid
-from vllm_delta_sync.serving.affine import Box, Region, View, compose
+from vllm_delta_sync.serving.affine import Box, View
 from vllm_delta_sync.serving.memory import LiveMemory
-from vllm_delta_sync.serving.tiles import TileReader, columns_of, fill, held_of_tiles
+from vllm_delta_sync.serving.tiles import Columns, TileReader, columns_of, fill, held_of_tiles
 from vllm_delta_sync.wire import ctx
 from vllm_delta_sync.wire.codec_rules import CTX
-from vllm_delta_sync.wire.codecs import Context, ctx_of, encode_block
-from vllm_delta_sync.wire.table import Block
-from vllm_delta_sync.wire.tensors import TensorSpec
+from vllm_delta_sync.wire.codecs import Context, ctx_of
 
 
 def some(part: list[tuple[int, int, int]], tensor: np.ndarray) -> np.ndarray:
@@ -47,6 +47,7 @@ def box_of(held: np.ndarray) -> Box:
 
 
 SHAPES = st.lists(st.integers(1, 6), min_size=0, max_size=4).map(tuple)
+
 PARTS = st.lists(st.tuples(st.integers(0, 5), st.integers(1, 6), st.integers(1, 2)), min_size=4, max_size=4)
 
 
@@ -97,38 +98,21 @@ def test_what_boxes_hold_is_told_tile_by_tile() -> None:
     assert held_of_tiles(grid, two, 0).tolist() == [wide, wide + 3, 0]
 
 
-ROWS, COLUMNS = 384, 320
-MATRIX = TensorSpec("w", "BF16", (ROWS, COLUMNS))
-
-
-def ctx_block(dim: int, rate: float = 2e-5) -> tuple[Block, bytes, np.ndarray, Changes]:
-    """A whole matrix as one block cut along a dimension, with its old values and changes, which `rate` makes many."""
-    rng = np.random.default_rng(dim)
-    master = rng.normal(0, 0.02, MATRIX.numel).astype(np.float32)
-    moved = master + rng.normal(0, rate, MATRIX.numel).astype(np.float32)
-    old, new = ((bits.view(np.uint32) >> 16).astype(np.uint16) for bits in (master, moved))
-    changes = native.diff(old, new, advance=False)
-    model = ctx.make_model(lambda: iter([ctx.Sample(MATRIX, 0, old, changes, dim)]), 1.0)
-    coded = encode_block(MATRIX, changes, 0, old.size, new, Context(model, old, dim))
-    assert coded.codec == CTX
-    length = len(coded.index), len(coded.value)
-    block = Block(
-        0, MATRIX, 0, old.size, CTX, coded.changed, 0, 0, length, coded.raw, coded.digest(), model
-    )  # fmt: skip
-    return block, bytes(coded.index) + bytes(coded.value), old, changes
-
-
-def region(live: torch.Tensor, low: tuple[int, int], size: tuple[int, int], storage: int, dtype: str) -> Region:
-    """Rows and columns of the matrix from `low` on, kept in a whole storage of that shape."""
-    source = View(low[0] * COLUMNS + low[1], size, (COLUMNS, 1))
-    return compose("w", source, View(0, size, live.stride()), storage, dtype)
-
-
-KEPT = {
-    "as it is": lambda part: part.clone(),
-    "transposed": lambda part: part.T.contiguous().T,
-    "as fp32": lambda part: part.float(),
-}
+def test_blocks_of_very_many_short_rows_are_looked_up_in_little_memory() -> None:
+    rows, strips = 1 << 20, np.array([(0, 2), (2, 2)], np.int64)
+    grid, right = CtxGrid(rows, 4, strips), Box(2, (rows, 2), (4, 1))
+    torn = (Box(2, (rows // 2, 2), (4, 1)), Box(2 * rows + 1, (rows // 2, 2), (4, 1)))
+    bent = Box(0, (2, rows // 2, 2), (2 * rows + 1, 4, 1))  # from the middle on one column to the right
+    tracemalloc.start()
+    found = columns_of(right, 0, rows, 4), [columns_of(box, 0, rows, 4) for box in (*torn, bent)]
+    held = held_of_tiles(grid, (right,), 0), held_of_tiles(grid, torn, 0)
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert found == (Columns(2, 2, 0), [None, None, None])
+    tile = 1 << 18
+    assert held[0].tolist() == [0] * 8 + [tile] * 8
+    assert held[1].tolist() == [0] * 4 + [tile // 2] * 4 + [tile] * 4 + [tile // 2] * 4
+    assert peak < 16 << 20
 
 
 @pytest.mark.parametrize("kept", KEPT)
@@ -185,9 +169,7 @@ def test_changes_are_as_many_as_stated_where_a_rank_holds_all_of_a_block(parts: 
     model = ctx.make_model(lambda: iter([ctx.Sample(MATRIX, 0, old, changes, 0)]), 1.0)
     coded = ctx_of(MATRIX, changes, 0, Context(model, old, 0))
     assert coded is not None
-    length = len(coded.index), len(coded.value)
-    block = Block(0, MATRIX, 0, old.size, CTX, coded.changed, 0, 0, length, coded.raw, coded.digest(), model)
-    payload = bytes(coded.index) + bytes(coded.value)
+    block, payload = row_of(MATRIX, coded)
     live = torch.from_numpy(old.view(np.int16)).view(torch.bfloat16).view(ROWS, COLUMNS)
     rows = ROWS // parts
     storages = [live[first : first + rows].clone() for first in range(0, ROWS, rows)]
@@ -205,35 +187,6 @@ def test_live_values_of_another_version_are_named_and_not_the_log() -> None:
     memory = LiveMemory([live.view(-1)], kernels.select("auto", torch.device("cpu")))
     with pytest.raises(StateHashMismatch, match=r"'w'.*not those of the version before"):
         TileReader([region(live, (0, 0), (ROWS, COLUMNS), 0, "BF16")], memory).decode(block, payload, [0])
-
-
-def weights(vocabulary: int) -> dict[str, torch.Tensor]:
-    generator = torch.Generator().manual_seed(1)
-
-    def random(*shape: int) -> torch.Tensor:
-        return (torch.randn(shape, generator=generator) * 0.02).to(torch.bfloat16)
-
-    shapes = {"embed": (vocabulary, 64), "q": (128, 64), "k": (64, 64), "v": (64, 64), "bias": (64,)}
-    shapes["o_proj.weight"] = (64, 128)
-    return {name: random(*shape) for name, shape in shapes.items()} | {"norm": random(64), "scale": random()}
-
-
-def train(state: dict[str, torch.Tensor], seed: int) -> None:
-    """Updates of one size, as an optimiser makes them."""
-    generator = torch.Generator().manual_seed(seed)
-    for name, tensor in state.items():
-        moved = tensor.float() + 2e-5 * torch.randn(tensor.shape, generator=generator)
-        state[name] = moved.to(torch.bfloat16)
-
-
-def publish(where: Path, state: dict[str, torch.Tensor], steps: int) -> list[dict[str, torch.Tensor]]:
-    states = [dict(state)]
-    with Publisher.open(where, base=state, folds=None, anchors=None) as publisher:
-        for step in range(steps):
-            train(state, step)
-            publisher.publish(state)
-            states.append(dict(state))
-    return states
 
 
 @pytest.mark.parametrize("ranks", [1, 2])

@@ -5,13 +5,9 @@ Holds no assertions.
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 
 import pytest
-
-sys.path.append(str(next(parent for parent in Path(__file__).parents if parent.name == "tests")))
-
 from tiny_training import Training, TroubledStore
 
 from vllm_delta_sync.store import open_store

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from vllm_delta_sync.errors import BaseNeeded, MalformedObject, PublishError
+from vllm_delta_sync.errors import BaseNeeded, ConfigError, MalformedObject, NotFound
 from vllm_delta_sync.log import DeltaLog, FoldSchedule, verify
 from vllm_delta_sync.log.folding import write_fold, write_scheduled
 from vllm_delta_sync.log.replica import Replica
@@ -141,12 +141,17 @@ def test_a_run_without_ctx_is_for_servers_that_split_otherwise(tmp_path: Path) -
 @pytest.mark.parametrize("dim", [-1, 2])
 def test_a_dimension_that_a_tensor_does_not_have_is_named(tmp_path: Path, dim: int) -> None:
     model = Model()
-    publisher = Publisher.open(str(tmp_path), model, ctx=lambda spec: dim if spec.name == "up_proj.weight" else 0)
-    model.step(1)
-    with pytest.raises(PublishError, match=rf"ctx= tells dimension {dim} of 'up_proj.weight'"):
-        publisher.publish(model).result()
-    with pytest.raises(PublishError):
-        publisher.close()
+
+    def split(spec: TensorSpec) -> int:
+        return dim if spec.name == "up_proj.weight" else 0
+
+    with pytest.raises(ConfigError, match=rf"ctx= tells dimension {dim} of 'up_proj.weight'"):
+        Publisher.open(str(tmp_path), model, ctx=split)
+    with pytest.raises(NotFound):  # nothing was begun
+        DeltaLog.open(str(tmp_path))
+    Publisher.open(str(tmp_path), model).close()
+    with pytest.raises(ConfigError, match=rf"ctx= tells dimension {dim} of 'up_proj.weight'"):
+        Publisher.open(str(tmp_path), model, resume=True, ctx=split)
 
 
 @pytest.mark.parametrize(

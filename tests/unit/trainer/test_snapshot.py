@@ -10,13 +10,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.unit.native.special import SPECIAL
 from vllm_delta_sync.errors import BaseMismatch, ConfigError
 from vllm_delta_sync.trainer import source
 from vllm_delta_sync.trainer.snapshot import Snapshot, dense_may_win
 from vllm_delta_sync.wire import state_hash
 from vllm_delta_sync.wire.tensors import TensorSpec
-
-SPECIAL = [0x0000, 0x8000, 0x0001, 0x8001, 0x7F80, 0xFF80, 0x7FC0, 0x7FC1, 0xFFFF, 0x7F81, 0x3F80, 0x007F]
 
 
 def bf16(bits: list[int]) -> torch.Tensor:

@@ -12,8 +12,9 @@ import safetensors
 from safetensors.numpy import save_file
 
 from vllm_delta_sync.errors import MalformedObject, NotFound
+from vllm_delta_sync.native.types import Bits
 from vllm_delta_sync.wire import dtypes
-from vllm_delta_sync.wire.checkpoint import Bits, config_files, open_checkpoint, write_checkpoint
+from vllm_delta_sync.wire.checkpoint import config_files, open_checkpoint, write_checkpoint
 from vllm_delta_sync.wire.tensors import TensorSpec
 
 

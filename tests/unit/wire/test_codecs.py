@@ -8,39 +8,24 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from table_rows import row_of
 
 from vllm_delta_sync import native
 from vllm_delta_sync.errors import DigestMismatch
 from vllm_delta_sync.wire import codec_rules, dtypes
-from vllm_delta_sync.wire.codecs import Bits, EncodedBlock, decode_block, decode_encoded, encode_block
+from vllm_delta_sync.wire.codecs import decode_block, decode_encoded, encode_block
+from vllm_delta_sync.wire.encoded import Bits, EncodedBlock
 from vllm_delta_sync.wire.sparse import bitmapped, gap_block, gap_of
-from vllm_delta_sync.wire.table import Block
 from vllm_delta_sync.wire.tensors import TensorSpec
 
 NAMES = [dtypes.by_code(code).name for code in range(1, 13)]
-
-
-def row(spec: TensorSpec, start: int, count: int, encoded: EncodedBlock) -> Block:
-    return Block(
-        tensor=0,
-        spec=spec,
-        start=start,
-        count=count,
-        codec=encoded.codec,
-        changed=encoded.changed,
-        shard=0,
-        offset=0,
-        length=(len(encoded.index), len(encoded.value)),
-        raw=encoded.raw,
-        digest=encoded.digest(),
-    )
 
 
 def round_trip(spec: TensorSpec, old: Bits, new: Bits) -> EncodedBlock:
     """Encode old → new as one block, decode, apply, compare; returns the block."""
     changes = native.diff(old.copy(), new, advance=False)
     encoded = encode_block(spec, changes, 0, spec.numel, new)
-    decoded = decode_block(row(spec, 0, spec.numel, encoded), encoded.index + encoded.value)
+    decoded = decode_block(*row_of(spec, encoded))
     out = old.copy()
     out[decoded.positions] = decoded.new_bits(old[decoded.positions])
     np.testing.assert_array_equal(out, new)
@@ -147,7 +132,7 @@ def test_a_dense_block_at_an_odd_byte_of_its_shard_is_decoded_aligned() -> None:
     encoded = round_trip(spec, old, new)
     assert encoded.codec == codec_rules.DENSE
     shard = b"\0" + encoded.value
-    values = decode_block(row(spec, 0, 64, encoded), memoryview(shard)[1:]).values
+    values = decode_block(row_of(spec, encoded, count=64)[0], memoryview(shard)[1:]).values
     assert values is not None and values.flags.aligned
     np.testing.assert_array_equal(values, new)
     native.diff(old, values, advance=False)
@@ -158,7 +143,7 @@ def test_a_flipped_bit_anywhere_in_a_block_is_a_digest_mismatch() -> None:
     old, new = small_steps(1000, 0.05)
     encoded = round_trip(spec, old, new)
     payload = encoded.index + encoded.value
-    block = row(spec, 0, 1000, encoded)
+    block, _ = row_of(spec, encoded, count=1000)
     for at in range(len(payload)):
         damaged = bytearray(payload)
         damaged[at] ^= 1 << (at % 8)

@@ -8,21 +8,15 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from table_rows import row_of
 
 from vllm_delta_sync import native
 from vllm_delta_sync.errors import BaseNeeded, MalformedObject
 from vllm_delta_sync.native.ctx_types import GAP_END, GAP_ESCAPE, TILE_ELEMENTS
 from vllm_delta_sync.wire import codec_rules, columns, ctx, ctx_model, ctx_tiles, frames
-from vllm_delta_sync.wire.codecs import (
-    Context,
-    EncodedBlock,
-    check_block,
-    ctx_header,
-    decode_block,
-    decode_tiles,
-    encode_block,
-)
-from vllm_delta_sync.wire.table import Block, VersionTable
+from vllm_delta_sync.wire.codecs import Context, check_block, ctx_header, decode_block, decode_tiles, encode_block
+from vllm_delta_sync.wire.encoded import EncodedBlock
+from vllm_delta_sync.wire.table import VersionTable
 from vllm_delta_sync.wire.tensors import TensorSpec, split_blocks
 
 SPEC = TensorSpec("w", "BF16", (192, 320))
@@ -42,26 +36,6 @@ def coded(old: np.ndarray, new: np.ndarray, dim: int = 0, spec: TensorSpec = SPE
     return encode_block(spec, changes, 0, old.size, new, Context(model, old, dim))
 
 
-def row(encoded: EncodedBlock, spec: TensorSpec = SPEC, start: int = 0) -> tuple[Block, bytes]:
-    payload = bytes(encoded.index) + bytes(encoded.value)
-    length = len(encoded.index), len(encoded.value)
-    block = Block(
-        0,
-        spec,
-        start,
-        spec.numel,
-        encoded.codec,
-        encoded.changed,
-        0,
-        0,
-        length,
-        encoded.raw,
-        encoded.digest(),
-        encoded.model,
-    )
-    return block, payload
-
-
 @pytest.mark.parametrize("dim", [0, 1])
 @pytest.mark.parametrize("dtype", ["BF16", "F16"])
 def test_a_block_goes_through_a_table_and_back(dim: int, dtype: str) -> None:
@@ -69,7 +43,7 @@ def test_a_block_goes_through_a_table_and_back(dim: int, dtype: str) -> None:
     old, new = step(1, spec)
     encoded = coded(old, new, dim, spec)
     assert encoded.codec == codec_rules.CTX
-    block, payload = row(encoded, spec)
+    block, payload = row_of(spec, encoded)
     read = VersionTable.from_bytes(VersionTable((spec,), np.zeros((1, 4), np.uint32), (block,)).to_bytes()).blocks[0]
     check_block(read, payload)
     decoded = decode_block(read, payload, old)
@@ -92,12 +66,12 @@ def test_it_is_smaller_than_gaps_by_far_on_weights_and_never_larger_elsewhere() 
 
 def test_without_the_old_values_it_says_what_it_needs() -> None:
     with pytest.raises(BaseNeeded, match="'w'"):
-        decode_block(*row(coded(*step(3))))
+        decode_block(*row_of(SPEC, coded(*step(3))))
 
 
 def test_wrong_old_values_are_refused_or_change_other_elements() -> None:
     old, new = step(4)
-    block, payload = row(coded(old, new))
+    block, payload = row_of(SPEC, coded(old, new))
     try:
         decoded = decode_block(block, payload, np.roll(old, 1))
     except MalformedObject:
@@ -110,7 +84,7 @@ def test_wrong_old_values_are_refused_or_change_other_elements() -> None:
 def test_a_rank_decodes_its_tiles_without_the_others_memory(dim: int, ranks: int) -> None:
     old, new = step(5)
     encoded = coded(old, new, dim)
-    block, payload = row(encoded)
+    block, payload = row_of(SPEC, encoded)
     header = ctx_header(SPEC, 0, SPEC.numel, encoded, "w")
     boxes = header.grid.boxes
     whole, seen = decode_block(block, payload, old), []
@@ -226,7 +200,7 @@ def test_an_index_stream_that_lies_is_refused(name: str) -> None:
 
 
 def test_rows_that_lie_about_a_ctx_block_are_refused() -> None:
-    block, _ = row(coded(*step(6)))
+    block, _ = row_of(SPEC, coded(*step(6)))
     table = VersionTable((SPEC,), np.zeros((1, 4), np.uint32), (block,))
     raw = frames.decompress(data := table.to_bytes(), frames.content_size(data, "t"), "t")
     sound = columns.unpack(raw, "t")

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
+from table_rows import row_of
 
 from vllm_delta_sync import native
 from vllm_delta_sync.log import compose
@@ -16,7 +17,6 @@ from vllm_delta_sync.native import Changes, CtxModel
 from vllm_delta_sync.wire import codec_rules, ctx, ctx_tiles, dtypes
 from vllm_delta_sync.wire.codecs import (
     Context,
-    EncodedBlock,
     ctx_header,
     ctx_of,
     decode_block,
@@ -26,8 +26,9 @@ from vllm_delta_sync.wire.codecs import (
 )
 from vllm_delta_sync.wire.ctx_order import pattern
 from vllm_delta_sync.wire.dtypes import Dtype
+from vllm_delta_sync.wire.encoded import EncodedBlock
 from vllm_delta_sync.wire.sparse import gap_abs_block
-from vllm_delta_sync.wire.table import Block, VersionTable
+from vllm_delta_sync.wire.table import VersionTable
 from vllm_delta_sync.wire.tensors import TensorSpec
 
 SHAPE = (192, 320)
@@ -80,13 +81,6 @@ def coded(dtype: str, share: float = 0.02, seed: int = 1) -> Coded:
     return Coded(spec, old, new, changes, encode_block(spec, changes, 0, old.size, new, Context(model, old, 0)))
 
 
-def row(case: Coded) -> tuple[Block, bytes]:
-    encoded = case.encoded
-    payload, length = bytes(encoded.index) + bytes(encoded.value), (len(encoded.index), len(encoded.value))
-    place = (0, case.spec, 0, case.old.size, encoded.codec, encoded.changed, 0, 0)
-    return Block(*place, length, encoded.raw, encoded.digest(), encoded.model), payload
-
-
 @pytest.mark.parametrize("share", [0.02, 0.5])
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_changes_of_every_dtype_go_through_a_table_and_back(dtype: str, share: float) -> None:
@@ -97,7 +91,7 @@ def test_changes_of_every_dtype_go_through_a_table_and_back(dtype: str, share: f
         dense_block(case.new, case.encoded.changed).stored,
     )
     assert case.encoded.stored < (0.95 if dtype == "BOOL" else 0.9) * without
-    block, payload = row(case)
+    block, payload = row_of(case.spec, case.encoded)
     table = VersionTable((case.spec,), np.zeros((1, 4), np.uint32), (block,))
     decoded = decode_block(VersionTable.from_bytes(table.to_bytes()).blocks[0], payload, case.old)
     np.testing.assert_array_equal(decoded.positions, case.changes.positions)
