@@ -1,4 +1,4 @@
-"""The whole model at a version: from the base or an anchor, whichever is the cheaper beginning, by the cheapest way.
+"""The whole model at a version: from the base or an anchor, whichever is the cheaper beginning, by the quickest way.
 
 Does not touch live weights, and does not write files: `export` does.
 """
