@@ -56,6 +56,7 @@ def measure(
     versions: int,
     behind: Iterable[int],
     drift: float = DRIFT,
+    coding: Coding = ADAPTIVE,
 ) -> Report:
     """Write a walk of that many versions into an empty directory, fold it, and weigh the ways to catch up.
 
@@ -65,7 +66,7 @@ def measure(
     if versions <= warm:
         raise ConfigError(f"a walk of {versions} versions has no fold of {warm + 1}; give more versions")
     models = list(WarmWalk(elements, drift=drift).models(versions))
-    log = write(open_store(os.fspath(directory / "bucket")), directory / "base", models)
+    log = write(open_store(os.fspath(directory / "bucket")), directory / "base", models, coding)
     write_scheduled(log, schedule, 1)
     manifests = log.manifests()
     folds = log.catalog().folds

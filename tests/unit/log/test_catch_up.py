@@ -10,7 +10,7 @@ import pytest
 
 from vllm_delta_sync.bench import catch_up
 from vllm_delta_sync.bench.codings import CODINGS
-from vllm_delta_sync.bench.warm_walk import Model, WarmWalk
+from vllm_delta_sync.bench.warm_walk import Model, WarmWalk, specs
 from vllm_delta_sync.errors import NotFound
 from vllm_delta_sync.log import DeltaLog, FoldSchedule
 from vllm_delta_sync.log.amend import amend
@@ -87,6 +87,11 @@ def assert_at(replica: Replica, models: list[Model], version: int) -> None:
     assert replica.version == version
     for name, (_, bits) in models[version].items():
         np.testing.assert_array_equal(replica.tensors[name][1], bits)
+
+
+@pytest.mark.parametrize("elements", [480_000, 850_000, 1_300_000, 12_000_000])
+def test_the_walk_has_about_as_many_elements_as_are_asked_for(elements: int) -> None:
+    assert abs(sum(spec.numel for spec in specs(elements)) / elements - 1) < 0.05
 
 
 def test_the_walk_changes_as_much_as_a_long_run_does(log: DeltaLog) -> None:
