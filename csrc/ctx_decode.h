@@ -401,11 +401,11 @@ VDS_HD void step_turn(uint32_t turn, uint32_t n, const TileJob& job, Shared& s) 
 
 // Phase: the other threads unfold chunk `turn` of steps.
 template <typename T>
-VDS_HD void unfold_turn(int thread, uint32_t turn, const TileView<T>& tile, const uint32_t* positions, T* steps, const Shared& s) {
+VDS_HD void unfold_turn(int thread, uint32_t turn, const TileView<T>& tile, const uint32_t* positions, T* values, const Shared& s) {
   const int32_t n = s.filled[turn & 1];
   for (int32_t i = thread - kSelectors; i < n; i += kTeam - kSelectors) {
     const uint32_t to = s.places[turn] + static_cast<uint32_t>(i);
-    steps[to] = oriented(unfold_step(static_cast<T>(s.chunk[turn & 1][i])), tile.old(positions[to]));
+    values[to] = stepped(tile.old(positions[to]), static_cast<T>(s.chunk[turn & 1][i]));
   }
 }
 
@@ -413,7 +413,7 @@ VDS_HD void unfold_turn(int thread, uint32_t turn, const TileView<T>& tile, cons
 // what is read between two phases is not written by the next one.
 template <typename T, typename Team>
 VDS_HD int32_t decode_class(uint32_t of, const ClassRow& row, const TileJob& job, const BlockJob& block, const TileView<T>& tile,
-                            Outcome* outcome, uint32_t* positions, T* steps, Shared& s, const Team& team) {
+                            Outcome* outcome, uint32_t* positions, T* values, Shared& s, const Team& team) {
   team([&](int thread) {
     find_codes(thread, row.gaps, kGapSymbols, s);
     sum_members(thread, of, s);
@@ -443,7 +443,7 @@ VDS_HD int32_t decode_class(uint32_t of, const ClassRow& row, const TileJob& job
     const uint32_t left = reading ? total - turn * kChunk : 0, size = left < kChunk ? left : kChunk;
     team([&](int thread) {
       if (thread == 0 && reading) step_turn<T>(turn, size, job, s);
-      if (thread >= kSelectors && turn > 0) unfold_turn(thread, turn - 1, tile, positions, steps, s);
+      if (thread >= kSelectors && turn > 0) unfold_turn(thread, turn - 1, tile, positions, values, s);
     });
     if (!reading) break;
     if (s.filled[turn & 1] < 0) return -1;
@@ -453,7 +453,7 @@ VDS_HD int32_t decode_class(uint32_t of, const ClassRow& row, const TileJob& job
 
 template <typename T, typename Team>
 VDS_HD bool decode_tile(const TileJob& job, const BlockJob& block, const ClassRow* classes, Outcome* outcome, uint32_t* positions,
-                        T* steps, Shared& s, const Team& team) {
+                        T* values, Shared& s, const Team& team) {
   const TileView<T> tile(job);
   const int count = static_cast<int>(block.classes);
   team([&](int thread) { begin_tile(thread, job, classes, count, s); });
@@ -461,22 +461,22 @@ VDS_HD bool decode_tile(const TileJob& job, const BlockJob& block, const ClassRo
   team([&](int thread) { count_groups(thread, tile, s); });
   int64_t total = 0;
   for (int c = 0; c < count; ++c) {
-    const int32_t n = decode_class<T>(static_cast<uint32_t>(c), classes[c], job, block, tile, outcome, positions, steps, s, team);
+    const int32_t n = decode_class<T>(static_cast<uint32_t>(c), classes[c], job, block, tile, outcome, positions, values, s, team);
     if (n < 0) return false;
     total += n;
   }
   return total > 0 && Stream(job, s.reading).finished();
 }
 
-// Decodes a tile into what its block has of positions and steps, and flags it if it is malformed or there is no room.
+// Decodes a tile into what its block has of positions and new values, and flags it if it is malformed or there is no room.
 template <typename T, typename Team>
 VDS_HD void run_tile(const TileJob& job, const BlockJob* blocks, const ClassRow* models, Outcome* outcomes, uint32_t* positions,
-                     T* steps, Shared& s, const Team& team) {
+                     T* values, Shared& s, const Team& team) {
   const BlockJob& block = blocks[job.block];
   Outcome* const outcome = outcomes + job.block;
   const ClassRow* const classes = models + block.first_class;
   uint32_t* const to = positions + block.first;
-  const bool sound = decode_tile(job, block, classes, outcome, to, steps + block.first, s, team);
+  const bool sound = decode_tile(job, block, classes, outcome, to, values + block.first, s, team);
   team([&](int thread) {
     if (thread == 0 && !sound) outcome->faults = 1;
   });

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from tests.unit.kernels.on_host import COMPILER, HostLibrary, build
 from tests.unit.native import test_ctx
-from tests.unit.native.test_ctx import cases, model_of, spread, strips, walk
+from tests.unit.native.test_ctx import cases, encode, model_of, spread, strips, walk
 from vllm_delta_sync import native
 from vllm_delta_sync.errors import MalformedObject
 from vllm_delta_sync.kernels import ctx, cuda
@@ -36,16 +36,13 @@ def tensor(bits: np.ndarray) -> torch.Tensor:
 
 def coded(old: np.ndarray, changes: Changes, grid: CtxGrid, last: list[int], seed: int) -> CodedBlock:
     model = model_of(native, last, seed)
-    data, sizes, lanes = native.ctx_encode(model, old, grid, changes, 1 << 22)
-    return CodedBlock(model, tensor(old), grid, sizes, lanes, data, np.ones(grid.tiles, np.uint8), changes.old.size)
+    return CodedBlock(model, tensor(old), grid, *encode(native, model, old, grid, changes), changes.old.size)
 
 
 def on_cpu(block: CodedBlock) -> tuple[list[int], list[int]] | None:
     old = block.old.numpy().view(f"u{block.old.element_size()}")
     try:
-        found = native.ctx_decode(
-            block.model, old, block.grid, block.sizes, block.lanes, block.data, block.wanted, block.changed
-        )
+        found = native.ctx_decode(block.model, old, block.grid, block.stated, block.data, block.changed, block.wanted)
     except MalformedObject:
         return None
     return found[0].tolist(), found[1].tolist()
@@ -81,8 +78,8 @@ def test_damaged_tiles_are_refused_exactly_where_the_cpu_refuses_them(
     stream = block.data.copy()
     for _ in range(data.draw(st.integers(1, 4)) if stream.size else 0):
         stream[data.draw(st.integers(0, stream.size - 1))] ^= data.draw(st.integers(1, 255))
-    lanes = np.where(block.lanes == 1, 4, 1).astype(np.uint8) if data.draw(st.booleans()) else block.lanes
-    damaged = edited(block, data=stream, lanes=lanes, changed=old.size)
+    stated = block.stated ^ data.draw(st.integers(0, 1))
+    damaged = edited(block, data=stream, stated=stated, changed=old.size)
     assert on_host(library, damaged) == [on_cpu(damaged)]
 
 
@@ -94,7 +91,7 @@ def test_tiles_of_the_largest_size_and_rows_of_any_alignment(library: HostLibrar
     step = rng.integers(1, 400, old.size).astype(np.uint16)
     new = np.where(rng.random(old.size) < share, old + step, old).astype(np.uint16)
     block = coded(old, native.diff(old.copy(), new, advance=False), grid, [100, 113, 116, 118, 119, 255], 1)
-    assert set(block.lanes.tolist()) == {4 if share > 0.1 else 1}
+    assert set((block.stated & 1).tolist()) == {int(share > 0.1)}
     assert on_host(library, block) == [on_cpu(block)]
     moved = torch.empty(old.size + 1, dtype=torch.int16)[1:].copy_(block.old)  # two bytes off
     assert on_host(library, edited(block, old=moved)) == [on_cpu(block)]
@@ -130,10 +127,10 @@ def test_more_changes_than_stated_are_refused_and_none_is_written_beyond_the_roo
     tiles, jobs, models = ctx._tables([edited(block, changed=room)])
     tiles[:, 6] += block.data.ctypes.data
     positions = np.full(room + 64, 0xABABABAB, np.uint32)
-    steps, outcome = np.full(room + 64, 0xABAB, np.uint16), np.zeros((1, 2), np.uint32)
-    addresses = [column.ctypes.data for column in (models, positions, steps, outcome)]
+    values, outcome = np.full(room + 64, 0xABAB, np.uint16), np.zeros((1, 2), np.uint32)
+    addresses = [column.ctypes.data for column in (models, positions, values, outcome)]
     library.ctx_decode(2, tiles.ctypes.data, len(tiles), jobs.ctypes.data, 1, *addresses, 0)
-    assert outcome[0, 1] and (positions[room:] == 0xABABABAB).all() and (steps[room:] == 0xABAB).all()
+    assert outcome[0, 1] and (positions[room:] == 0xABABABAB).all() and (values[room:] == 0xABAB).all()
     assert on_host(library, edited(block, changed=room)) == [None]
 
 
@@ -141,7 +138,8 @@ class OnHost:
     """The host's encoder with the device's decoder, as `test_ctx` wants an implementation."""
 
     def __init__(self, library: HostLibrary) -> None:
-        self.library, self.ctx_model, self.ctx_encode = library, native.ctx_model, native.ctx_encode
+        self.library, self.ctx_model = library, native.ctx_model
+        self.ctx_encode, self.ctx_index = native.ctx_encode, native.ctx_index
 
     def ctx_decode(self, model: CtxModel, old: np.ndarray, *rest: object) -> tuple[np.ndarray, np.ndarray]:
         (found,) = ctx.decode(self.library, [CodedBlock(model, tensor(old), *rest)], 0)
@@ -166,8 +164,8 @@ def test_what_is_said_of_single_tiles_holds_for_the_device_too(library: HostLibr
 
 def single(data: bytes, model: CtxModel) -> CodedBlock:
     """A tile of four elements."""
-    grid, sizes, one = CtxGrid(1, 4, strips(4)), np.array([len(data)]), np.ones(1, np.uint8)
-    return CodedBlock(model, tensor(test_ctx.WORKED), grid, sizes, one, np.frombuffer(data, np.uint8), one, 4)
+    grid, stated = CtxGrid(1, 4, strips(4)), np.array([len(data) << 1])
+    return CodedBlock(model, tensor(test_ctx.WORKED), grid, stated, np.frombuffer(data, np.uint8), 4)
 
 
 @pytest.mark.parametrize(("symbol", "bits", "sound"), [(119, 12, True), (120, 13, False)])
