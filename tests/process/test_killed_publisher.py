@@ -182,9 +182,11 @@ def test_killed_at_any_time_it_is_resumed_with_nothing_lost_and_a_follower_never
     follower.catch_up()
     assert follower.trouble is None
     check_followed(trainers, follower)
-    # What killed trainers did not come to fold, the last one did; of long folds only the newest.
-    recent = FOLDS.missing(follower.log.catalog(), max(1, tip + 2 - 20), tip + 2)
-    assert [(source, to) for source, to in recent if to - source == FOLDS.stride // 3] == []
+    # What killed trainers did not come to fold, the last one did, of the versions that it went through one by one.
+    taken_up = max(0, tip - 8)
+    assert any(to - length >= taken_up for to in range(taken_up, tip + 3) for length in FOLDS.lengths(to))
+    missing = FOLDS.missing(follower.log.catalog(), taken_up + 1, tip + 2)
+    assert [(source, to) for source, to in missing if source >= taken_up] == []
 
 
 def check_followed(trainers: Trainers, follower: Beside) -> None:

@@ -19,7 +19,7 @@ from vllm_delta_sync.errors import ConfigError
 from vllm_delta_sync.log import DeltaLog, FoldSchedule
 from vllm_delta_sync.log.folding import write_scheduled
 from vllm_delta_sync.log.layers import between
-from vllm_delta_sync.log.plan import Edge, plan
+from vllm_delta_sync.log.plan import Edge, quickest
 from vllm_delta_sync.log.shelf import Shelf
 from vllm_delta_sync.store import Store, open_store
 from vllm_delta_sync.wire.checkpoint import write_checkpoint
@@ -32,9 +32,9 @@ class CatchUp:
 
     behind: int  # versions
     starts: int  # how many were weighed
-    worst: float  # bytes of the cheapest way over those of one fold of the whole way
+    worst: float  # bytes of the way that followers take over those of one fold of the whole way
     mean: float
-    hops: int  # of the cheapest way, at most
+    hops: int  # of that way, at most
     objects: int  # fetched at most
 
 
@@ -56,6 +56,7 @@ def measure(
     versions: int,
     behind: Iterable[int],
     drift: float = DRIFT,
+    coding: Coding = ADAPTIVE,
 ) -> Report:
     """Write a walk of that many versions into an empty directory, fold it, and weigh the ways to catch up.
 
@@ -65,7 +66,7 @@ def measure(
     if versions <= warm:
         raise ConfigError(f"a walk of {versions} versions has no fold of {warm + 1}; give more versions")
     models = list(WarmWalk(elements, drift=drift).models(versions))
-    log = write(open_store(os.fspath(directory / "bucket")), directory / "base", models)
+    log = write(open_store(os.fspath(directory / "bucket")), directory / "base", models, coding)
     write_scheduled(log, schedule, 1)
     manifests = log.manifests()
     folds = log.catalog().folds
@@ -110,7 +111,7 @@ def weigh(edges: list[Edge], ideal: Ideal, behind: int, versions: int) -> CatchU
     for tip in range(behind, versions + 1):
         start = tip - behind
         there = [edge for edge in edges if edge.source is not None and edge.to <= tip]
-        way = plan([edge for edge in there if edge.source is not None and edge.source >= start], start, tip)
+        way = quickest([edge for edge in there if edge.source is not None and edge.source >= start], start, tip)
         named = {tip, *(edge.to for edge in there if not _is_delta(edge))}
         manifests = {edge.to for edge in way}
         for edge in filter(_is_delta, way):

@@ -24,7 +24,7 @@ DRIFT = 0.1
 
 def specs(elements: int) -> list[TensorSpec]:
     """Tensors of a small transformer, of about that many elements."""
-    width = max(64, int((elements / 13) ** 0.5) // 64 * 64)  # as in real models, where ranks split them
+    width = max(64, round((elements / 13) ** 0.5 / 64) * 64)  # as in real models, where ranks split them
     shapes = {
         "embed.weight": (4 * width, width),
         "layers.0.attn.weight": (3 * width, width),

@@ -127,12 +127,14 @@ def catch_up(
     levels: schedule_options.Levels = FOLDS.levels,
     reach: schedule_options.Reach = FOLDS.reach,
     stride: schedule_options.Stride = FOLDS.stride,
-    elements: Annotated[int, typer.Option(help="Of the synthetic model, about.", min=1000)] = 1_300_000,
+    elements: Annotated[int, typer.Option(help="Of the synthetic model, about.", min=1000)] = 850_000,
     versions: Annotated[int, typer.Option(help="Of the synthetic walk.", min=2)] = 196,
     drift: Annotated[
         float, typer.Option(help="A gradient's mean beside its deviation of 1: what does not average out.")
     ] = 0.1,
+    ctx: Annotated[bool, typer.Option(help="Whether versions are coded against the values before them.")] = True,
     behind: Annotated[list[int], typer.Option(help="Versions behind, for one row; may be given again.", min=1)] = [  # noqa: B006
+        10,
         20,
         50,
         100,
@@ -144,13 +146,20 @@ def catch_up(
     import tempfile
 
     from vllm_delta_sync.bench import catch_up as measurement
+    from vllm_delta_sync.bench.codings import ADAPTIVE, CODINGS
 
     if max(behind) > versions:
         raise ConfigError(f"nobody can be {max(behind)} versions behind in a walk of {versions}; give more --versions")
     schedule = FoldSchedule(power, levels, reach, stride)
     with tempfile.TemporaryDirectory(prefix="vllm-delta-sync-") as directory:
         report = measurement.measure(
-            Path(directory), schedule, elements=elements, versions=versions, behind=behind, drift=drift
+            Path(directory),
+            schedule,
+            elements=elements,
+            versions=versions,
+            behind=behind,
+            drift=drift,
+            coding=ADAPTIVE if ctx else CODINGS["gap"],
         )
     if json:
         output.print_json(asdict(report))

@@ -14,6 +14,4 @@ Power: TypeAlias = Annotated[
 ]
 Levels: TypeAlias = Annotated[int, typer.Option(help="How many lengths of folds end to end; 0: none.", min=0)]
 Reach: TypeAlias = Annotated[int, typer.Option(help="Versions behind that a long fold nearly covers; 0: none.", min=0)]
-Stride: TypeAlias = Annotated[
-    int, typer.Option(help="Versions between two long folds; a third of it is a short one.", min=1)
-]
+Stride: TypeAlias = Annotated[int, typer.Option(help="Versions from one long fold to the next.", min=1)]

@@ -1,16 +1,18 @@
-"""The whole model at a version: from the base or an anchor, whichever is the cheaper beginning, by the cheapest way.
+"""The whole model at a version: from the base or an anchor, whichever is the cheaper beginning, by the quickest way.
 
 Does not touch live weights, and does not write files: `export` does.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import logging
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from vllm_delta_sync.errors import VersionGap
+from vllm_delta_sync.errors import LogError, NotFound, StateError, VersionGap
 from vllm_delta_sync.log.base import Base, Tensor, anchor_directory, base_bytes, base_directory
 from vllm_delta_sync.log.progress import Progress, silent
 from vllm_delta_sync.log.replica import Keep, Replica
@@ -20,6 +22,12 @@ if TYPE_CHECKING:
     from vllm_delta_sync.log.reader import DeltaLog
     from vllm_delta_sync.wire.hop import Hop
     from vllm_delta_sync.wire.manifest import LatestPointer
+
+logger = logging.getLogger(__name__)
+
+_ONE_BY_ONE = 8
+"""Versions that who keeps deltas goes through last, one by one, though folds may lead over them: later folds begin at
+those, or are composed of folds that end there, one at every seventh by default."""
 
 
 def materialize(log: DeltaLog, version: int, base: Base = None, *, progress: Progress = silent) -> dict[str, Tensor]:
@@ -45,7 +53,7 @@ def reconstructed(
 ) -> Iterator[tuple[Replica, Path | Mapping[str, Tensor]]]:
     """A replica at a version, and the checkpoint that it began with; raises as `materialize` does.
 
-    `keep`: is given the deltas on the way, as `Replica.apply` does.
+    `keep`: is given the deltas on the way, as `Replica.apply` does, and those of the last few versions in any case.
     """
     pointer = log.latest()
     first = log.base(pointer)
@@ -55,9 +63,8 @@ def reconstructed(
             yield found
         return
     with base_directory(log, first, base) as found_base:
-        replica = Replica.at_base(log, pointer, found_base, progress)
-        replica.go_to(pointer, version, progress, keep)
-        yield replica, found_base
+        begin = partial(Replica.at_base, log, pointer, found_base, progress)
+        yield _reached(begin, pointer, version, progress, keep), found_base
 
 
 @contextmanager
@@ -92,6 +99,22 @@ def _from_anchor(
 ) -> Iterator[tuple[Replica, Path]]:
     assert at.checkpoint is not None, "a beginning is an anchor"
     with anchor_directory(log, at.checkpoint) as directory:
-        replica = Replica.at_anchor(log, at, directory, progress)
-        replica.go_to(pointer, version, progress, keep)
-        yield replica, directory
+        begin = partial(Replica.at_anchor, log, at, directory, progress)
+        yield _reached(begin, pointer, version, progress, keep), directory
+
+
+def _reached(
+    begin: Callable[[], Replica], pointer: LatestPointer, version: int, progress: Progress, keep: Keep | None
+) -> Replica:
+    """A replica that has gone to a version from where `begin` puts it."""
+    replica = begin()
+    if keep is not None:
+        try:
+            for stop in range(max(replica.version + 1, version - _ONE_BY_ONE), version + 1):
+                replica.go_to(pointer, stop, progress, keep)
+            return replica
+        except (LogError, StateError, NotFound) as error:  # what is damaged or gone may lie beneath a fold
+            logger.info("going by folds, as not all of the newest deltas are there: %s", error)
+            replica = begin()
+    replica.go_to(pointer, version, progress, keep)
+    return replica

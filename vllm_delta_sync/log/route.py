@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, TypeAlias
 
 from vllm_delta_sync.errors import DigestMismatch, LogError, MalformedObject, NotFound, VersionGap
 from vllm_delta_sync.log.branch import Branch
-from vllm_delta_sync.log.plan import Edge, admissible, plan
+from vllm_delta_sync.log.plan import Edge, admissible, quickest
 from vllm_delta_sync.wire.catalog import Anchor, Catalog, Fold
 from vllm_delta_sync.wire.hop import Hop
 from vllm_delta_sync.wire.manifest import LatestPointer, Manifest, ObjectRef
@@ -38,7 +38,7 @@ class Route:
     def next_hop(
         self, pointer: LatestPointer, held: ObjectRef | None, held_version: int | None, goal: int
     ) -> Hop | None:
-        """The first hop of the cheapest way, in bytes, from the version held to `goal`; None when that is held.
+        """The first hop of the quickest way from the version held to `goal`; None when that is held.
 
         No way leads over a version older than both, nor over one newer than both unless it cannot go back otherwise.
 
@@ -89,7 +89,7 @@ class Route:
         return Hop.over(manifest, pointer.manifest)
 
     def start(self, pointer: LatestPointer, base_bytes: int | None, goal: int) -> Hop | None:
-        """The anchor at which to begin the cheapest way to `goal`, or None to begin at version 0.
+        """The anchor at which to begin the quickest way to `goal`, or None to begin at version 0.
 
         Args:
             base_bytes: what version 0's checkpoint costs; None when it is not to be had.
@@ -99,7 +99,7 @@ class Route:
         ways = {edge: way for edge, way in self.ways(pointer, None, goal).items() if not isinstance(way, Manifest)}
         edges = list(ways) if base_bytes is None else [*ways, Edge(None, 0, base_bytes)]
         try:
-            first = plan(edges, None, goal)[0]
+            first = quickest(edges, None, goal)[0]
         except VersionGap as error:
             raise VersionGap(f"{self.log.store.uri}: {error}") from None
         return self._hop(pointer, ways[first]) if first in ways else None
@@ -196,10 +196,10 @@ class Route:
             attempts.append([edge for edge in open_ways if edge.to >= goal])
         for edges in attempts[:-1]:
             try:
-                return plan(edges, held, goal)
+                return quickest(edges, held, goal)
             except VersionGap:
                 continue
-        return plan(attempts[-1], held, goal)
+        return quickest(attempts[-1], held, goal)
 
     def _wanted(self, way: Way) -> bool:
         if isinstance(way, Fold) and self._too_much is not None and way.totals.changed >= self._too_much:

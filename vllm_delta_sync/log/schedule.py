@@ -19,16 +19,17 @@ _ROOM = MAX_BYTES * 7 // 8  # of a catalog; the rest is for what others add
 
 @dataclass(frozen=True, slots=True)
 class FoldSchedule:
-    """Long folds that overlap, short ones beside them, and folds end to end.
+    """Long folds that overlap, a short one behind each, and folds end to end.
 
-    Every `stride` versions a fold of `reach` − `stride` + 1 ends. Whoever is `reach` versions behind finds one of them
-    on its way, wherever it is, and has `stride` − 1 versions left, before and behind it. Of folds of a third of a
-    stride one begins where each long one ends, and one ends where each long one begins, so that few of those are
-    deltas. In a young run the long ones begin at the base, as most followers do.
+    At every version divisible by `stride` a fold of `reach` − `stride` + 1 versions begins. Whoever is `reach` versions
+    behind finds one of them on its way, wherever it is, and has `stride` − 1 versions left, before and behind it. Where
+    a long fold ends, a short one begins, which is on that way as well. In a young run the long ones begin at the base,
+    as most followers do.
 
     And a version divisible by baseᵏ, k = 1 … levels, ends a fold of baseᵏ versions. Of these alone a follower far
     behind takes many and pays more than twice what one fold of its whole way would cost, as what changed twice counts
-    twice. docs/performance.md says what each costs.
+    twice. Where `stride` is a multiple of `base` they lead to where the long ones begin, so that the catalog names the
+    manifests there, and who did not see the deltas still composes long folds. docs/performance.md says what each costs.
 
     Raises ConfigError when a number is out of range.
     """
@@ -54,7 +55,22 @@ class FoldSchedule:
     def longest(self) -> int:
         """Versions that the longest fold spans; 1 without folds."""
         end_to_end: int = self.base**self.levels
-        return max(end_to_end, self.reach - self.stride + 1 if self.reach else 1)
+        return max(end_to_end, self._long)
+
+    @property
+    def _long(self) -> int:
+        return self.reach - self.stride + 1 if self.reach else 1
+
+    @property
+    def _short(self) -> int:
+        """Versions of a short fold; none is written where that is less than two.
+
+        Long ones begin at versions ≡ 0 and end at ≡ e (mod `stride`). Of a + b = stride − 1 versions before and behind
+        its long fold, whoever is `reach` behind finds the short one, [e, e + short], behind it if b ≥ short; else
+        a ≥ stride − short, and it is before it if short ≤ e and e + short ≤ stride. So these are the bounds.
+        """
+        ends = self._long % self.stride
+        return min(ends, self.stride - ends)
 
     def lengths(self, version: int, waiting: Iterable[int] = ()) -> tuple[int, ...]:
         """The lengths in versions of the folds that end at `version`, ascending, none before version 0.
@@ -64,15 +80,14 @@ class FoldSchedule:
                 where they have one, so that who folds more slowly than others publish keeps near the tip.
         """
         found = {self.base**level for level in range(1, self.levels + 1) if version % self.base**level == 0}
-        long, third = self.reach - self.stride + 1, self.stride // 3
         if self._ends_long(version) and not any(map(self._ends_long, waiting)):
-            found.add(min(long, version))
-        if self.reach and version % self.stride in (third, -long % self.stride):
-            found.add(third)
+            found.add(min(self._long, version))
+        if self.reach and (version - self._long - self._short) % self.stride == 0:
+            found.add(self._short)
         return tuple(sorted(length for length in found if 1 < length <= version))
 
     def _ends_long(self, version: int) -> bool:
-        return self.reach > 0 and version % self.stride == 0
+        return self.reach > 0 and (version - self._long) % self.stride == 0
 
     def missing(self, catalog: Catalog, first: int, last: int, waiting: Iterable[int] = ()) -> list[tuple[int, int]]:
         """(source, to) of the folds that end at versions `first` … `last` and that the catalog lacks, ascending by to.

@@ -78,7 +78,7 @@ class Located(Message):
 
 @dataclass(frozen=True)
 class Planned(Message):
-    """The next step of the cheapest way to the goal."""
+    """The next step of the quickest way to the goal."""
 
     kind = "planned"
     hop: Hop

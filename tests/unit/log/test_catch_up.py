@@ -10,14 +10,14 @@ import pytest
 
 from vllm_delta_sync.bench import catch_up
 from vllm_delta_sync.bench.codings import CODINGS
-from vllm_delta_sync.bench.warm_walk import Model, WarmWalk
+from vllm_delta_sync.bench.warm_walk import Model, WarmWalk, specs
 from vllm_delta_sync.errors import NotFound
 from vllm_delta_sync.log import DeltaLog, FoldSchedule
 from vllm_delta_sync.log.amend import amend
 from vllm_delta_sync.log.anchoring import with_anchors, write_anchor
 from vllm_delta_sync.log.collection import collect
 from vllm_delta_sync.log.folding import write_fold, write_scheduled
-from vllm_delta_sync.log.plan import Edge, plan
+from vllm_delta_sync.log.plan import Edge, quickest
 from vllm_delta_sync.log.replica import Replica
 from vllm_delta_sync.log.route import Route
 from vllm_delta_sync.store import Content, ObjectInfo
@@ -89,6 +89,11 @@ def assert_at(replica: Replica, models: list[Model], version: int) -> None:
         np.testing.assert_array_equal(replica.tensors[name][1], bits)
 
 
+@pytest.mark.parametrize("elements", [480_000, 850_000, 1_300_000, 12_000_000])
+def test_the_walk_has_about_as_many_elements_as_are_asked_for(elements: int) -> None:
+    assert abs(sum(spec.numel for spec in specs(elements)) / elements - 1) < 0.05
+
+
 def test_the_walk_changes_as_much_as_a_long_run_does(log: DeltaLog) -> None:
     shares = [one.totals.changed / one.totals.elements for one in log.manifests()[1:]]
     assert 0.006 < np.mean(shares) < 0.011
@@ -109,7 +114,7 @@ def test_every_start_100_versions_behind_is_within_1_4_of_one_fold_and_12_object
 
 
 @pytest.mark.parametrize("start", range(VERSIONS - BEHIND + 1))
-def test_a_follower_fetches_what_the_cheapest_way_takes_and_no_more(
+def test_a_follower_fetches_what_the_quickest_way_takes_and_no_more(
     store: MemoryStore, log: DeltaLog, models: list[Model], start: int
 ) -> None:
     goal = start + BEHIND
@@ -123,9 +128,9 @@ def test_a_follower_fetches_what_the_cheapest_way_takes_and_no_more(
     assert_at(replica, models, goal)
     edges = [Edge(fold.source, fold.to, fold.totals.bytes) for fold in log.catalog().folds]
     edges += [Edge(one.version - 1, one.version, one.totals.bytes) for one in log.manifests()[1:]]
-    cheapest = sum(edge.bytes for edge in plan([edge for edge in edges if edge.to <= goal], start, goal))
+    planned = sum(edge.bytes for edge in quickest([edge for edge in edges if edge.to <= goal], start, goal))
     shards = sum(size for key, size in read.items() if key.endswith(".safetensors"))
-    assert shards <= 1.1 * cheapest
+    assert shards <= 1.1 * planned
     assert len(read) <= 12
 
 

@@ -9,39 +9,41 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from vllm_delta_sync.errors import VersionGap
-from vllm_delta_sync.log.plan import Edge, admissible, plan, ranges
+from vllm_delta_sync.log.plan import HOP_BYTES, Edge, admissible, plan, quickest, ranges
 
 versions = st.integers(0, 6)
 edges = st.builds(Edge, st.none() | versions, versions, st.integers(0, 5))
 graphs = st.lists(edges, max_size=12)
 
 
-def cheapest(graph: list[Edge], held: int | None, goal: int) -> tuple[int, int] | None:
-    """The cost (bytes, edges) of the best way, by trying every one that visits no version twice."""
+def cheapest(graph: list[Edge], held: int | None, goal: int, hop_bytes: int = 0) -> tuple[int, int] | None:
+    """The cost (bytes and so many for each edge, edges) of the best way, by trying all that visit no version twice."""
     found: list[tuple[int, int]] = [(0, 0)] if held == goal else []
 
     def go(version: int | None, seen: frozenset[int], cost: int, steps: int) -> None:
         for edge in graph:
             if edge.source in (None, version) and edge.to not in seen:
                 if edge.to == goal:
-                    found.append((cost + edge.bytes, steps + 1))
+                    found.append((cost + edge.bytes + hop_bytes, steps + 1))
                 else:
-                    go(edge.to, seen | {edge.to}, cost + edge.bytes, steps + 1)
+                    go(edge.to, seen | {edge.to}, cost + edge.bytes + hop_bytes, steps + 1)
 
     go(held, frozenset() if held is None else frozenset({held}), 0, 0)
     return min(found, default=None)
 
 
 @settings(max_examples=50, deadline=None)
-@given(graphs, st.none() | versions, versions)
-def test_the_plan_is_as_cheap_as_the_best_of_all_ways(graph: list[Edge], held: int | None, goal: int) -> None:
-    best = cheapest(graph, held, goal)
+@given(graphs, st.none() | versions, versions, st.integers(0, 3))
+def test_the_plan_is_as_cheap_as_the_best_of_all_ways(
+    graph: list[Edge], held: int | None, goal: int, hop_bytes: int
+) -> None:
+    best = cheapest(graph, held, goal, hop_bytes)
     if best is None:
         with pytest.raises(VersionGap):
-            plan(graph, held, goal)
+            plan(graph, held, goal, hop_bytes)
         return
-    way = plan(graph, held, goal)
-    assert (sum(edge.bytes for edge in way), len(way)) == best
+    way = plan(graph, held, goal, hop_bytes)
+    assert (sum(edge.bytes + hop_bytes for edge in way), len(way)) == best
     assert all(edge in graph for edge in way)
     assert all(after.source in (None, before.to) for before, after in pairwise(way))
     if way:
@@ -69,6 +71,39 @@ DELTAS = [Edge(n - 1, n, 10) for n in range(1, 9)]
 )
 def test_plans(extra: list[Edge], held: int | None, goal: int, way: list[tuple[int | None, int]]) -> None:
     assert [(edge.source, edge.to) for edge in plan([*DELTAS, *extra], held, goal)] == way
+
+
+@settings(max_examples=50, deadline=None)
+@given(st.lists(st.builds(Edge, st.none() | versions, versions, st.integers(0, 100)), max_size=20), versions, versions)
+def test_the_quickest_way_takes_no_more_hops_and_at_most_a_quarter_more_bytes(
+    graph: list[Edge], held: int, goal: int
+) -> None:
+    try:
+        fewest = plan(graph, held, goal)
+    except VersionGap:
+        with pytest.raises(VersionGap):
+            quickest(graph, held, goal)
+        return
+    way = quickest(graph, held, goal)
+    assert len(way) <= len(fewest)
+    assert sum(edge.bytes for edge in way) <= sum(edge.bytes for edge in fewest) * 1.25
+
+
+LARGE = 10 * HOP_BYTES
+
+
+@pytest.mark.parametrize(
+    ("size", "fold", "taken"),
+    [
+        pytest.param(100, 225, True, id="a quarter of a delta is worth a hop"),
+        pytest.param(100, 226, False, id="no more than that where there is little to fetch"),
+        pytest.param(LARGE, 2 * LARGE + HOP_BYTES, True, id="where there is much, a fixed number of bytes"),
+        pytest.param(LARGE, 2 * LARGE + HOP_BYTES + 1, False, id="and no more"),
+    ],
+)
+def test_a_hop_less_is_worth_some_bytes(size: int, fold: int, taken: bool) -> None:
+    way = quickest([Edge(0, 1, size), Edge(1, 2, size), Edge(0, 2, fold)], 0, 2)
+    assert (way == [Edge(0, 2, fold)]) is taken
 
 
 @pytest.mark.parametrize(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from vllm_delta_sync.errors import ConfigError
@@ -70,12 +70,22 @@ def ends(found: Catalog) -> set[tuple[int, int]]:
         (OVERLAPPING, 12, (13, 14), (2, 4, 9)),
         (OVERLAPPING, 12, (13, 14, 15), (2, 4)),
         (FoldSchedule(base=2, levels=3, reach=10, stride=3), 24, (), (2, 4, 8)),  # both kinds have a fold of 8
-        (FoldSchedule(), 7, (), (7,)),
-        (FoldSchedule(), 98, (), (7, 94)),
+        (FoldSchedule(), 3, (), (3,)),  # in a young run long ones begin at the base
+        (FoldSchedule(), 10, (), (10,)),
+        (FoldSchedule(), 94, (), (94,)),
+        (FoldSchedule(), 97, (), (3,)),  # from where one of 94 ends
+        (FoldSchedule(), 98, (), (7,)),  # to where one of 94 begins
         (FoldSchedule(), 99, (), ()),
-        (FoldSchedule(), 100, (), (2,)),  # from where one of 94 ends
-        (FoldSchedule(), 101, (), ()),
-        (FoldSchedule(), 102, (), (2,)),  # to where one of 94 begins
+        (FoldSchedule(), 100, (), ()),
+        (FoldSchedule(), 101, (), (94,)),
+        (FoldSchedule(), 101, (104, 107), (94,)),
+        (FoldSchedule(), 101, (107, 108), ()),
+        (
+            FoldSchedule(levels=0, reach=60, stride=6),
+            61,
+            (),
+            (55,),
+        ),  # a short one would be on no way but of one version
     ],
 )
 def test_the_lengths_of_the_folds_that_end_at_a_version(
@@ -94,15 +104,31 @@ def test_a_schedule_that_makes_no_sense_is_refused(numbers: dict[str, int]) -> N
         FoldSchedule(**numbers)
 
 
-@given(tip=st.integers(200, 400))
-def test_whoever_is_as_far_behind_as_the_reach_finds_one_fold_for_nearly_all_of_its_way(tip: int) -> None:
-    schedule = FoldSchedule()
-    behind = schedule.reach
-    length = schedule.reach - schedule.stride + 1
-    covering = [
-        to for to in range(tip - behind, tip + 1) if length in schedule.lengths(to) and to - length >= tip - behind
+@settings(max_examples=50, deadline=None)
+@given(st.integers(4, 12), st.integers(40, 120), st.data())
+def test_whoever_is_as_far_behind_as_the_reach_finds_a_long_fold_and_a_short_one_on_its_way(
+    stride: int, reach: int, data: st.DataObject
+) -> None:
+    schedule = FoldSchedule(levels=0, reach=reach, stride=stride)
+    start = data.draw(st.integers(reach, reach + 2 * stride))
+    found = [
+        (to - length, to)
+        for to in range(start, start + reach + 1)
+        for length in schedule.lengths(to)
+        if to - length >= start
     ]
-    assert covering
+    (long,) = (ends for ends in found if ends[1] - ends[0] == reach - stride + 1)
+    short = min(long[1] % stride, stride - long[1] % stride)
+    if short > 1:
+        assert any(ends[1] - ends[0] == short and (ends[1] <= long[0] or ends[0] >= long[1]) for ends in found)
+
+
+def test_the_folds_end_to_end_lead_to_where_long_ones_begin() -> None:
+    schedule = FoldSchedule()
+    to_there = {to for to in range(1, 400) if schedule.base in schedule.lengths(to)}
+    begins = {to - schedule.longest for to in range(1, 400) if schedule.longest in schedule.lengths(to)}
+    assert len(begins) > 40
+    assert begins - {0} <= to_there
 
 
 @pytest.mark.parametrize(

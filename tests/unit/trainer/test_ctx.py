@@ -130,6 +130,47 @@ def test_the_folds_of_a_schedule_are_written_by_going_through_the_versions(
     assert verify.verify(log).faults == ()
 
 
+def resumed(where: Path, base: dict[str, torch.Tensor], folds: FoldSchedule, model: Model, numbers: range) -> DeltaLog:
+    with Publisher.open(str(where), base, resume=True, folds=folds, anchors=None, max_in_flight=3) as publisher:
+        for number in numbers:
+            model.step(number)
+            publisher.publish(model)
+    return DeltaLog.open(str(where))
+
+
+@pytest.mark.parametrize("first", range(12, 16))
+def test_the_folds_over_the_version_at_which_a_publisher_resumed_are_written(tmp_path: Path, first: int) -> None:
+    model, folds = Model(), FoldSchedule(base=4, levels=1, reach=13, stride=4)
+    base = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+    with Publisher.open(str(tmp_path), model, folds=folds, anchors=None, max_in_flight=3) as publisher:
+        for number in range(first):
+            model.step(number)
+            publisher.publish(model)
+    log = resumed(tmp_path, base, folds, model, range(first, 28))
+    assert folds.missing(log.catalog(), 1, 28) == []
+    replica = Replica(log, base_of(log, base))
+    replica.go_to(log.latest(), 28)
+    assert {name: bits.tobytes() for name, (_, bits) in replica.tensors.items()} == model.state()
+
+
+def base_of(log: DeltaLog, base: dict[str, torch.Tensor]) -> dict[str, tuple[TensorSpec, np.ndarray]]:
+    bits = {name: tensor.to(torch.bfloat16).view(torch.int16).numpy().view(np.uint16) for name, tensor in base.items()}
+    return {spec.name: (spec, bits[spec.name].reshape(-1)) for spec in log.base_table().tensors}
+
+
+def test_a_publisher_resumes_by_a_fold_where_a_delta_beneath_it_is_gone(tmp_path: Path) -> None:
+    model, folds = Model(), FoldSchedule(base=3, levels=1, reach=0)
+    base = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+    with Publisher.open(str(tmp_path), model, folds=folds, anchors=None) as publisher:
+        for number in range(6):
+            model.step(number)
+            publisher.publish(model)
+    lost = DeltaLog.open(str(tmp_path)).manifests()[5].shards[0].key
+    next(tmp_path.rglob(lost)).unlink()
+    log = resumed(tmp_path, base, folds, model, range(6, 7))
+    assert log.latest().version == 7
+
+
 def test_a_run_without_ctx_is_for_servers_that_split_otherwise(tmp_path: Path) -> None:
     model = Model()
     with Publisher.open(str(tmp_path), model, folds=None, anchors=None, ctx=False) as publisher:
