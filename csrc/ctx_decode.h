@@ -1,6 +1,7 @@
-// Decoding one `ctx` tile by a team of threads, as phases with a barrier behind each (docs/protocol.md, *ctx*). A phase is a
-// function of a thread's number and of memory that the team shares, so that a GPU runs it and a host can, one thread after the other.
-// Decoding trusts nothing but the lengths it is given. Does not launch anything, and does not put changes in order.
+// Decoding one `ctx` tile by a team of threads, as phases with a barrier behind each (docs/protocol.md, *ctx*). A phase
+// is a function of a thread's number and of memory that the team shares, so that a GPU runs it and a host can, one
+// thread after the other. Decoding trusts nothing but the lengths it is given. Does not launch anything, and does not
+// put changes in order.
 #pragma once
 
 #include "ctx_stream.h"
@@ -114,8 +115,8 @@ VDS_HD inline void gap_turn(uint32_t turn, const TileJob& job, const BlockJob& b
   s.filled[turn & 1] = n;
 }
 
-// The place in the block of the member of a class that has `rank` before it. Where old values change meanwhile there may be none:
-// then it is some place of the tile.
+// The place in the block of the member of a class that has `rank` before it. Where old values change meanwhile there
+// may be none: then it is some place of the tile.
 template <typename T>
 VDS_HD uint32_t select(const TileView<T>& tile, uint32_t rank, uint32_t of, const Shared& s) {
   uint32_t low = 1, high = kGroups;  // the last group before which there are at most `rank` is low - 1
@@ -136,7 +137,8 @@ VDS_HD uint32_t select(const TileView<T>& tile, uint32_t rank, uint32_t of, cons
 
 // Phase: the other threads turn chunk `turn` of ranks into positions.
 template <typename T>
-VDS_HD void position_turn(int thread, uint32_t turn, uint32_t of, const TileView<T>& tile, uint32_t* positions, const Shared& s) {
+VDS_HD void position_turn(int thread, uint32_t turn, uint32_t of, const TileView<T>& tile, uint32_t* positions,
+                          const Shared& s) {
   const int32_t n = s.filled[turn & 1];
   for (int32_t i = thread - kSelectors; i < n; i += kTeam - kSelectors)
     positions[s.places[turn] + static_cast<uint32_t>(i)] = select(tile, s.chunk[turn & 1][i], of, s);
@@ -152,19 +154,21 @@ VDS_HD void step_turn(uint32_t turn, uint32_t n, const TileJob& job, Shared& s) 
 
 // Phase: the other threads unfold chunk `turn` of steps.
 template <typename T>
-VDS_HD void unfold_turn(int thread, uint32_t turn, const TileView<T>& tile, const uint32_t* positions, T* steps, const Shared& s) {
+VDS_HD void unfold_turn(int thread, uint32_t turn, const TileView<T>& tile, const uint32_t* positions, T* values,
+                        const Shared& s) {
   const int32_t n = s.filled[turn & 1];
   for (int32_t i = thread - kSelectors; i < n; i += kTeam - kSelectors) {
     const uint32_t to = s.places[turn] + static_cast<uint32_t>(i);
-    steps[to] = oriented(unfold_step(static_cast<T>(s.chunk[turn & 1][i])), tile.old(positions[to]));
+    values[to] = stepped(tile.old(positions[to]), static_cast<T>(s.chunk[turn & 1][i]));
   }
 }
 
-// The changes of one class, whose statistics are `row`; returns how many, or -1. `team` runs a phase on all threads, then a barrier:
-// what is read between two phases is not written by the next one.
+// The changes of one class, whose statistics are `row`; returns how many, or -1. `team` runs a phase on all threads,
+// then a barrier: what is read between two phases is not written by the next one.
 template <typename T, typename Team>
-VDS_HD int32_t decode_class(uint32_t of, const ClassRow& row, const TileJob& job, const BlockJob& block, const TileView<T>& tile,
-                            Outcome* outcome, uint32_t* positions, T* steps, Shared& s, const Team& team) {
+VDS_HD int32_t decode_class(uint32_t of, const ClassRow& row, const TileJob& job, const BlockJob& block,
+                            const TileView<T>& tile, Outcome* outcome, uint32_t* positions, T* values, Shared& s,
+                            const Team& team) {
   team([&](int thread) {
     find_codes(thread, row.gaps, kGapSymbols, s);
     sum_members(thread, of, s);
@@ -194,7 +198,7 @@ VDS_HD int32_t decode_class(uint32_t of, const ClassRow& row, const TileJob& job
     const uint32_t left = reading ? total - turn * kChunk : 0, size = left < kChunk ? left : kChunk;
     team([&](int thread) {
       if (thread == 0 && reading) step_turn<T>(turn, size, job, s);
-      if (thread >= kSelectors && turn > 0) unfold_turn(thread, turn - 1, tile, positions, steps, s);
+      if (thread >= kSelectors && turn > 0) unfold_turn(thread, turn - 1, tile, positions, values, s);
     });
     if (!reading) break;
     if (s.filled[turn & 1] < 0) return -1;
@@ -203,8 +207,8 @@ VDS_HD int32_t decode_class(uint32_t of, const ClassRow& row, const TileJob& job
 }
 
 template <typename T, typename Team>
-VDS_HD bool decode_tile(const TileJob& job, const BlockJob& block, const ClassRow* classes, Outcome* outcome, uint32_t* positions,
-                        T* steps, Shared& s, const Team& team) {
+VDS_HD bool decode_tile(const TileJob& job, const BlockJob& block, const ClassRow* classes, Outcome* outcome,
+                        uint32_t* positions, T* values, Shared& s, const Team& team) {
   const TileView<T> tile(job);
   const int count = static_cast<int>(block.classes);
   team([&](int thread) { begin_tile(thread, job, classes, count, s); });
@@ -212,22 +216,24 @@ VDS_HD bool decode_tile(const TileJob& job, const BlockJob& block, const ClassRo
   team([&](int thread) { count_groups(thread, tile, s); });
   int64_t total = 0;
   for (int c = 0; c < count; ++c) {
-    const int32_t n = decode_class<T>(static_cast<uint32_t>(c), classes[c], job, block, tile, outcome, positions, steps, s, team);
+    const int32_t n =
+        decode_class<T>(static_cast<uint32_t>(c), classes[c], job, block, tile, outcome, positions, values, s, team);
     if (n < 0) return false;
     total += n;
   }
   return total > 0 && Stream(job, s.reading).finished();
 }
 
-// Decodes a tile into what its block has of positions and steps, and flags it if it is malformed or there is no room.
+// Decodes a tile into what its block has of positions and new values, and flags it if it is malformed or there is no
+// room.
 template <typename T, typename Team>
-VDS_HD void run_tile(const TileJob& job, const BlockJob* blocks, const ClassRow* models, Outcome* outcomes, uint32_t* positions,
-                     T* steps, Shared& s, const Team& team) {
+VDS_HD void run_tile(const TileJob& job, const BlockJob* blocks, const ClassRow* models, Outcome* outcomes,
+                     uint32_t* positions, T* values, Shared& s, const Team& team) {
   const BlockJob& block = blocks[job.block];
   Outcome* const outcome = outcomes + job.block;
   const ClassRow* const classes = models + block.first_class;
   uint32_t* const to = positions + block.first;
-  const bool sound = decode_tile(job, block, classes, outcome, to, steps + block.first, s, team);
+  const bool sound = decode_tile(job, block, classes, outcome, to, values + block.first, s, team);
   team([&](int thread) {
     if (thread == 0 && !sound) outcome->faults = 1;
   });

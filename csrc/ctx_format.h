@@ -83,8 +83,14 @@ VDS_HD constexpr T unfold_step(T z) {
   return z & 1 ? static_cast<T>(0 - size) : size;
 }
 
-// One class of contexts low ... high: frequencies as decoding and encoding look them up. Slots hold symbols alone: what a tile
-// looks up in its classes' tables has to come from a distant cache, and so there should be little of it.
+// What a folded step makes of an old value.
+template <typename T>
+VDS_HD constexpr T stepped(T old, T z) {
+  return rank_of(static_cast<T>(rank_of(old) + oriented(unfold_step(z), old)));
+}
+
+// One class of contexts low ... high: frequencies as decoding and encoding look them up. Slots hold symbols alone: what
+// a tile looks up in its classes' tables has to come from a distant cache, and so there should be little of it.
 struct Class {
   uint8_t gap_slots[kTotal];
   uint8_t step_slots[kTotal];

@@ -121,10 +121,10 @@ __attribute__((noinline)) int64_t decode_gaps(Source<lanes>& whole, const Class&
   }
 }
 
-// The steps of n elements of a class at these positions.
+// The new values of n elements of a class at these positions.
 template <typename T, int lanes>
-__attribute__((noinline)) bool decode_steps(Source<lanes>& whole, const Class& of, const T* block, const uint32_t* positions, int64_t n,
-                                            T* steps, uint64_t* marks) {
+__attribute__((noinline)) bool decode_values(Source<lanes>& whole, const Class& of, const T* block, const uint32_t* positions, int64_t n,
+                                             T* values, uint64_t* marks) {
   Source<lanes> source = whole;
   for (int64_t i = 0; i < n;) {
 #pragma GCC unroll 4
@@ -140,7 +140,7 @@ __attribute__((noinline)) bool decode_steps(Source<lanes>& whole, const Class& o
         z = escape ? static_cast<T>(raw) : static_cast<T>(size << 1 | (symbol & 1));
       }
       const uint32_t position = positions[i];
-      steps[i] = oriented(unfold_step(z), block[position]);
+      values[i] = stepped(block[position], z);
       marks[position >> 6] |= 1ull << (position & 63);
     }
   }
@@ -150,7 +150,7 @@ __attribute__((noinline)) bool decode_steps(Source<lanes>& whole, const Class& o
 
 // Puts n changes at distinct positions in order. `before` has room for a count for each word of marks.
 template <typename T>
-void order_changes(const Changed<T>& found, int64_t n, int64_t words, uint32_t* before, uint32_t* positions, T* steps) {
+void order_changes(const Changed<T>& found, int64_t n, int64_t words, uint32_t* before, uint32_t* positions, T* values) {
   uint32_t count = 0;
   for (int64_t w = 0; w < words; ++w) {
     before[w] = count;
@@ -160,7 +160,7 @@ void order_changes(const Changed<T>& found, int64_t n, int64_t words, uint32_t* 
     const uint32_t position = found.positions[i], w = position >> 6;
     const uint32_t to = before[w] + static_cast<uint32_t>(__builtin_popcountll(found.marks[w] & ((1ull << (position & 63)) - 1)));
     positions[to] = position;
-    steps[to] = found.steps[i];
+    values[to] = found.values[i];
   }
 }
 
@@ -185,7 +185,7 @@ int64_t decode_tile(const Model& model, const Old<T>& old, const Tile& tile, con
     const int64_t n = decode_gaps(source, of, members, places, old.bits, scratch.elements);
     if (n < 0 || n > room - total) return -1;
     std::memcpy(out.positions + total, scratch.elements, static_cast<size_t>(n) * sizeof *out.positions);
-    if (!decode_steps(source, of, old.bits, scratch.elements, n, out.steps + total, out.marks)) return -1;
+    if (!decode_values(source, of, old.bits, scratch.elements, n, out.values + total, out.marks)) return -1;
     total += n;
   }
   return source.finished() ? total : -1;

@@ -34,11 +34,11 @@ struct Old {
   int64_t row_length;
 };
 
-// Where changes go: positions in the block and steps, in any order, and a mark of each position: bit p mod 64 of word ⌊p / 64⌋.
+// Where changes go: positions in the block and new values, in any order, and a mark of each position: bit p mod 64 of word ⌊p / 64⌋.
 template <typename T>
 struct Changed {
   uint32_t* positions;
-  T* steps;
+  T* values;
   uint64_t* marks;
 };
 
@@ -47,7 +47,7 @@ struct TileKernels {
   // Returns how many changes it found, or -1 if the tile is malformed or there is no room for them.
   int64_t (*decode[2])(const Model&, const Old<T>&, const Tile&, const Tile& next, const uint8_t* data, int64_t size, const Scratch&,
                        const Changed<T>& out, int64_t room);
-  void (*order)(const Changed<T>& found, int64_t n, int64_t words, uint32_t* before, uint32_t* positions, T* steps);
+  void (*order)(const Changed<T>& found, int64_t n, int64_t words, uint32_t* before, uint32_t* positions, T* values);
   // Writes the tile's bytes and returns their number, or -1 if there is no room.
   int64_t (*encode)(const Model&, const Old<T>&, const Tile&, const Tile& next, const TileChanges<T>&, int lanes, const Scratch&, uint8_t* out,
                     int64_t room);
@@ -68,3 +68,12 @@ extern const Kernels kAvx2;
 
 }  // namespace ctx
 }  // namespace vds
+
+// Calls what depends on the width of elements, or returns `unknown`.
+#define VDS_CTX_WIDTHS(call, unknown) \
+  switch (width) {                    \
+    case 1: return call(uint8_t);     \
+    case 2: return call(uint16_t);    \
+    case 4: return call(uint32_t);    \
+    default: return unknown;          \
+  }

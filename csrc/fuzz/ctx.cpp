@@ -1,6 +1,7 @@
-// Fuzzes the `ctx` decoder: whatever the bytes are, it stays inside what it was given, and what was encoded comes back. Where
-// VDS_FUZZ_DEVICE is defined, so does the device's, run on the host, which refuses the same and finds the same. That is slower.
-// An input is ten bytes that choose a block, a model and changes, then either the tiles' bytes, or edits of sound ones.
+// Fuzzes the `ctx` decoder: whatever the bytes are, it stays inside what it was given, and what was encoded comes back.
+// Where VDS_FUZZ_DEVICE is defined, so does the device's, run on the host, which refuses the same and finds the same.
+// That is slower. An input is ten bytes that choose a block, a model and changes, then either the tiles' bytes, or
+// edits of sound ones.
 #include <algorithm>
 #include <cstdint>
 #include <cstdlib>
@@ -15,11 +16,12 @@
 extern "C" {
 int64_t vds_ctx_model_size(int);
 int vds_ctx_model(int, const uint8_t*, const uint16_t*, const uint16_t*, void*);
-int64_t vds_ctx_scratch_size(int64_t, int64_t, int64_t, int64_t);
-int64_t vds_ctx_encode(int, const void*, const void*, int64_t, int64_t, const int64_t*, int64_t, const uint32_t*, const void*, const void*,
-                       int64_t, void*, uint8_t*, int64_t, int64_t*);
-int64_t vds_ctx_decode(int, const void*, const void*, int64_t, int64_t, const int64_t*, int64_t, const int64_t*, const uint8_t*,
-                       const uint8_t*, void*, uint32_t*, void*, int64_t);
+int64_t vds_ctx_memory(const void*, int64_t, int64_t);
+int64_t vds_ctx_encode(int, const void*, const void*, const void*, const uint32_t*, const void*, const void*, int64_t,
+                       void*, int64_t, int64_t, int64_t*);
+int vds_ctx_read_index(const uint8_t*, int64_t, int64_t*, int64_t, int64_t);
+int64_t vds_ctx_decode(int, const void*, const void*, const void*, const int64_t*, const uint8_t*, const uint8_t*,
+                       int64_t, void*, int64_t, uint32_t*, void*, int64_t);
 }
 
 namespace {
@@ -86,9 +88,10 @@ Statistics model_of(Random& random, int classes) {
 #if defined(VDS_FUZZ_DEVICE)
 // What the device finds in the tiles of a block, one to a strip, in order; -1 where it refuses one.
 template <typename T>
-int64_t decode_on_device(const std::vector<ClassRow>& rows, const std::vector<T>& old, int64_t height, const std::vector<int64_t>& strips,
-                         const std::vector<int64_t>& sizes, const std::vector<uint8_t>& data, int64_t capacity,
-                         std::vector<uint32_t>& positions, std::vector<T>& steps) {
+int64_t decode_on_device(const std::vector<ClassRow>& rows, const std::vector<T>& old, int64_t height,
+                         const std::vector<int64_t>& strips, const std::vector<int64_t>& sizes,
+                         const std::vector<uint8_t>& data, int64_t capacity, std::vector<uint32_t>& positions,
+                         std::vector<T>& values) {
   const BlockJob block{0, capacity, 0, static_cast<int64_t>(rows.size())};
   const auto shared = std::make_unique<Shared>();
   std::vector<uint32_t> found(static_cast<size_t>(capacity));
@@ -98,9 +101,17 @@ int64_t decode_on_device(const std::vector<ClassRow>& rows, const std::vector<T>
   for (size_t t = 0; t < sizes.size(); ++t) {
     const int64_t size = sizes[t] >> 1;
     const std::vector<uint8_t> exact(data.begin() + at, data.begin() + at + size);  // so that its end is seen
-    const TileJob job{reinterpret_cast<int64_t>(old.data()), static_cast<int64_t>(old.size()) / height, 0, height, strips[2 * t],
-                      strips[2 * t + 1], reinterpret_cast<int64_t>(exact.data()), sizes[t], 0};
-    if (size > 0) run_tile(job, &block, rows.data(), &outcome, found.data(), moved.data(), *shared, vds::HostTeam<kTeam>{});
+    const TileJob job{reinterpret_cast<int64_t>(old.data()),
+                      static_cast<int64_t>(old.size()) / height,
+                      0,
+                      height,
+                      strips[2 * t],
+                      strips[2 * t + 1],
+                      reinterpret_cast<int64_t>(exact.data()),
+                      sizes[t],
+                      0};
+    if (size > 0)
+      run_tile(job, &block, rows.data(), &outcome, found.data(), moved.data(), *shared, vds::HostTeam<kTeam>{});
     at += size;
   }
   if (outcome.faults != 0) return -1;
@@ -108,10 +119,10 @@ int64_t decode_on_device(const std::vector<ClassRow>& rows, const std::vector<T>
   std::iota(order.begin(), order.end(), 0);
   std::sort(order.begin(), order.end(), [&](size_t a, size_t b) { return found[a] < found[b]; });
   positions.clear();
-  steps.clear();
+  values.clear();
   for (const size_t i : order) {
     positions.push_back(found[i]);
-    steps.push_back(moved[i]);
+    values.push_back(moved[i]);
   }
   return static_cast<int64_t>(outcome.found);
 }
@@ -136,7 +147,8 @@ void run(const uint8_t* header, const uint8_t* body, size_t size) {
   std::vector<uint32_t> positions;
   for (int64_t i = 0; i < elements; ++i) {
     T& bits = old[static_cast<size_t>(i)];
-    bits = static_cast<T>(sizeof(T) == 2 && random.below(8) ? (random() & 0x8000) | (0x3A00 + random.below(0x400)) : random());
+    bits = static_cast<T>(sizeof(T) == 2 && random.below(8) ? (random() & 0x8000) | (0x3A00 + random.below(0x400))
+                                                            : random());
     if (random.below(every)) continue;
     const T next = static_cast<T>(random.below(9) ? bits + 1 + random.below(3) : random());
     if (next == bits) continue;
@@ -145,32 +157,36 @@ void run(const uint8_t* header, const uint8_t* body, size_t size) {
     after.push_back(next);
   }
   const int64_t n = static_cast<int64_t>(positions.size());
-  const size_t room = static_cast<size_t>(vds_ctx_scratch_size(elements, count, count, n));
-  std::vector<char> scratch(room);
-  std::vector<uint8_t> coded(static_cast<size_t>(16 * n + 100 * count + 1));
-  std::vector<int64_t> spans(static_cast<size_t>(2 * count)), sizes;
-  const int64_t whole = vds_ctx_encode(sizeof(T), model.data(), old.data(), rows, row_length, strips.data(), count, positions.data(),
-                                       before.data(), after.data(), n, scratch.data(), coded.data(),
-                                       static_cast<int64_t>(coded.size()), spans.data());
+  const int64_t grid[4] = {rows, row_length, reinterpret_cast<int64_t>(strips.data()), count},
+                room = (16 * n + 100 * count + 64) / 64 * 64;
+  std::vector<uint8_t> memory(static_cast<size_t>(vds_ctx_memory(grid, n, room)));
+  int64_t index_size = 0;
+  const int64_t whole =
+      vds_ctx_encode(sizeof(T), model.data(), old.data(), grid, positions.data(), before.data(), after.data(), n,
+                     memory.data(), static_cast<int64_t>(memory.size()), room, &index_size);
   if (whole < 0) abort();
-  coded.resize(static_cast<size_t>(whole));
-  for (int64_t t = 0; t < count; ++t) sizes.push_back(spans[2 * t] << 1 | (spans[2 * t + 1] > 1));
+  std::vector<uint8_t> coded(memory.begin(), memory.begin() + whole);
+  std::vector<uint8_t> index(memory.begin() + room, memory.begin() + room + index_size);
+  std::vector<int64_t> sizes(static_cast<size_t>(count));
+  if (vds_ctx_read_index(index.data(), index_size, sizes.data(), count, whole) != 0) abort();
 
   const auto decode = [&](const std::vector<uint8_t>& bytes, int64_t capacity, std::vector<uint32_t>& found) {
-    const std::vector<uint8_t> exact(bytes.begin(), bytes.end()), wanted(static_cast<size_t>(count), 1);  // so that its end is seen
-    std::vector<T> steps(static_cast<size_t>(capacity));
-    std::vector<char> memory(static_cast<size_t>(vds_ctx_scratch_size(elements, count, count, capacity)));
+    const std::vector<uint8_t> exact(bytes.begin(), bytes.end());  // so that its end is seen
+    std::vector<T> values(static_cast<size_t>(capacity));
+    std::vector<char> memory(static_cast<size_t>(vds_ctx_memory(grid, capacity, 0)));
     found.assign(static_cast<size_t>(capacity), 0);
-    const int64_t total = vds_ctx_decode(sizeof(T), model.data(), old.data(), rows, row_length, strips.data(), count, sizes.data(),
-                                         wanted.data(), exact.data(), memory.data(), found.data(), steps.data(), capacity);
+    const int64_t total = vds_ctx_decode(sizeof(T), model.data(), old.data(), grid, sizes.data(), nullptr, exact.data(),
+                                         static_cast<int64_t>(exact.size()), memory.data(),
+                                         static_cast<int64_t>(memory.size()), found.data(), values.data(), capacity);
 #if defined(VDS_FUZZ_DEVICE)
     std::vector<uint32_t> positions;
     std::vector<T> moved;
-    if (decode_on_device(statistics.rows, old, rows, strips, sizes, bytes, capacity, positions, moved) != total) abort();
+    if (decode_on_device(statistics.rows, old, rows, strips, sizes, bytes, capacity, positions, moved) != total)
+      abort();
     if (total >= 0) {
       found.resize(static_cast<size_t>(total));
-      steps.resize(static_cast<size_t>(total));
-      if (positions != found || moved != steps) abort();
+      values.resize(static_cast<size_t>(total));
+      if (positions != found || moved != values) abort();
     }
 #endif
     return total;
@@ -196,10 +212,19 @@ void run(const uint8_t* header, const uint8_t* body, size_t size) {
       sizes[1] += moved << 1;
     }
   }
+  for (size_t i = 0; i + 1 < size && i < 4; i += 2) index[body[i] % index.size()] ^= body[i + 1];
+  std::vector<int64_t> stated(static_cast<size_t>(count));
+  if (vds_ctx_read_index(index.data(), index_size, stated.data(), count, whole) == 0) {
+    int64_t together = 0;
+    for (const int64_t one : stated) together += one >> 1;
+    if (together != whole) abort();
+  }
   const int64_t accepted = decode(coded, n, found);
   if (accepted > n) abort();
   for (int64_t i = 0; i < accepted; ++i)
-    if (found[static_cast<size_t>(i)] >= elements || (i && found[static_cast<size_t>(i)] <= found[static_cast<size_t>(i - 1)])) abort();
+    if (found[static_cast<size_t>(i)] >= elements ||
+        (i && found[static_cast<size_t>(i)] <= found[static_cast<size_t>(i - 1)]))
+      abort();
 }
 
 }  // namespace

@@ -108,12 +108,36 @@ def one_by_one(tasks: Sequence[Task]) -> list[Any]:
 
 
 def encode(blocks: Sequence[Part], coding: Coding, run: Run = one_by_one) -> list[tuple[Part, EncodedBlock]]:
-    """Find what changed in every block of both states, and encode the blocks in which something did."""
-    changes = run([part.diff for part in blocks])
-    found = [Found(part, change) for part, change in zip(blocks, changes, strict=True) if change.positions.size]
-    models = ctx.make_models(found, Found.sample) if coding.modelled else {}
-    coded = run([partial(coding.code, one, models.get(one.spec.dtype)) for one in found])
-    return [(one.part, code) for one, code in zip(found, coded, strict=True)]
+    """Find what changed in every block of both states, and encode the blocks in which something did.
+
+    A block is encoded as soon as it is compared, while its values are in the cache. Only those that models are made
+    from are compared before.
+    """
+    known: dict[Part, Found] = {}
+
+    def find(part: Part) -> Found:
+        return known.get(part) or Found(part, part.diff())
+
+    def sample(part: Part) -> ctx.Sample:
+        known[part] = find(part)
+        return known[part].sample()
+
+    def code(part: Part) -> EncodedBlock | None:
+        found = find(part)
+        return coding.code(found, models.get(part.spec.dtype)) if found.changes.positions.size else None
+
+    models = ctx.make_models(_changed(blocks, known), sample) if coding.modelled else {}
+    coded = run([partial(code, part) for part in blocks])
+    return [(part, one) for part, one in zip(blocks, coded, strict=True) if one is not None]
+
+
+def _changed(blocks: Sequence[Part], known: dict[Part, Found]) -> Sequence[Part]:
+    """The blocks in which something changed, which are all if that is so of some of them; adds what it saw to `known`."""
+    known |= {part: Found(part, part.diff()) for part in ctx.chosen(blocks)}
+    if all(found.changes.positions.size for found in known.values()):
+        return blocks
+    known |= {part: Found(part, part.diff()) for part in blocks if part not in known}
+    return [part for part in blocks if known[part].changes.positions.size]
 
 
 def updates(before: Model, after: Model, coding: Coding = ADAPTIVE) -> list[TensorUpdate]:

@@ -64,17 +64,16 @@ def coded(old: Bits, changes: Changes, grid: CtxGrid, device: torch.device) -> C
     model = native.ctx_model(last, gaps, ctx_model.frequencies(found.steps, STEP_ESCAPE))
     tiles = native.ctx_encode(model, old, grid, changes, 16 * changes.positions.size + 100 * grid.tiles)
     assert tiles is not None, "there is room for any tiles"
-    data, sizes, lanes = tiles
-    return CodedBlock(
-        model, to_device(old, device), grid, sizes, lanes, data, np.ones(grid.tiles, np.uint8), changes.positions.size
-    )
+    index, data = (np.frombuffer(stream, np.uint8) for stream in tiles)
+    stated = native.ctx_index(index, grid.tiles, data.size)
+    return CodedBlock(model, to_device(old, device), grid, stated, data, changes.positions.size)
 
 
 def damaged(block: CodedBlock, seed: int) -> CodedBlock:
     """The same with a byte changed, or with another number of states."""
     rng = np.random.default_rng(seed)
     if seed % 3 == 0:
-        return replace(block, lanes=np.where(block.lanes == 1, 4, 1).astype(np.uint8))
+        return replace(block, stated=block.stated ^ 1)
     data = block.data.copy()
     data[rng.integers(0, data.size)] ^= rng.integers(1, 256, dtype=np.uint8)
     return replace(block, data=data)

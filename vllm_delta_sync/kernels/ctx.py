@@ -1,6 +1,6 @@
 """Decodes tiles of ctx blocks where their old values lie: on the device, those of many blocks in one launch.
 
-Does not read headers, choose tiles or apply steps; nothing of the size of a tensor goes to or comes from the host.
+Does not read headers or choose tiles; nothing of the size of a tensor goes to or comes from the host.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from vllm_delta_sync import native
 from vllm_delta_sync.errors import MalformedObject
 from vllm_delta_sync.kernels.upload import to_device
 from vllm_delta_sync.native import CtxGrid, CtxModel
-from vllm_delta_sync.native.ctx_types import CTX_WIDTHS, MANY_LANES, check_cover, check_sizes
+from vllm_delta_sync.native.ctx_types import CTX_WIDTHS, check_cover, check_sizes, check_stated
 from vllm_delta_sync.native.cuda import BLOCK_COLUMNS, CLASS_COLUMNS, TILE_COLUMNS, CudaLibrary
 from vllm_delta_sync.native.types import I64, U8, U16, U32, WIDTHS, Bits
 
@@ -28,14 +28,13 @@ class CodedBlock:
     model: CtxModel
     old: Tensor  # [rows · row_length], contiguous integers of 1, 2 or 4 bytes; right in the wanted tiles
     grid: CtxGrid
-    sizes: I64  # [T], bytes of each tile
-    lanes: U8  # [T], states of each tile
+    stated: I64  # [T], of each tile bytes << 1 | whether it has four states
     data: U8  # the tiles' bytes
-    wanted: U8  # [T]
     changed: int  # at most so many
+    wanted: U8 | None = None  # [T]; None: all
 
 
-Decoded = tuple[U32, Bits]  # positions [n], ascending, and steps [n]
+Decoded = tuple[U32, Bits]  # positions [n], ascending, and new values [n]
 
 
 def decode(library: CudaLibrary, blocks: Sequence[CodedBlock], stream: int) -> list[Decoded | None]:
@@ -60,9 +59,7 @@ def decode_on_host(block: CodedBlock) -> Decoded | None:
     bits = block.old.cpu().numpy()
     old = bits.view(WIDTHS[bits.itemsize])
     try:
-        return native.ctx_decode(
-            block.model, old, block.grid, block.sizes, block.lanes, block.data, block.wanted, block.changed
-        )
+        return native.ctx_decode(block.model, old, block.grid, block.stated, block.data, block.changed, block.wanted)
     except MalformedObject:
         return None
 
@@ -81,7 +78,7 @@ class Launch:
         self._positions = torch.full(
             (total,), -1, dtype=torch.int32, device=device
         )  # what stays so comes last in order
-        self._steps = torch.empty(total, dtype=kind, device=device)
+        self._values = torch.empty(total, dtype=kind, device=device)
         self._outcomes = torch.empty((len(blocks), 2), dtype=torch.int32, device=device)
 
     def run(self, library: CudaLibrary, stream: int) -> None:
@@ -89,22 +86,22 @@ class Launch:
         tiles = self._tables.data_ptr()
         jobs = tiles + self._tiles.nbytes
         library.ctx_decode(
-            self._steps.element_size(), tiles, len(self._tiles), jobs, len(self._jobs), jobs + self._jobs.nbytes,
-            self._positions.data_ptr(), self._steps.data_ptr(), self._outcomes.data_ptr(), stream,
+            self._values.element_size(), tiles, len(self._tiles), jobs, len(self._jobs), jobs + self._jobs.nbytes,
+            self._positions.data_ptr(), self._values.data_ptr(), self._outcomes.data_ptr(), stream,
         )  # fmt: skip
 
     def results(self) -> list[Decoded | None]:
         """Of each block, in order; waits for the device."""
-        device, width = self._steps.device, self._steps.element_size()
+        device, width = self._values.device, self._values.element_size()
         room = torch.from_numpy(self._jobs[:, 1].copy())
         owner = torch.repeat_interleave(torch.arange(len(self._jobs)), room).to(device)
         order = torch.argsort(owner << 32 | self._positions.to(torch.int64) & 0xFFFFFFFF)
         positions = self._positions[order].cpu().numpy().view(np.uint32)
-        steps = self._steps[order].cpu().numpy().view(WIDTHS[width])
+        values = self._values[order].cpu().numpy().view(WIDTHS[width])
         found: list[Decoded | None] = []
         for first, (count, faults) in zip(self._jobs[:, 0].tolist(), self._outcomes.tolist(), strict=True):
             part = slice(first, first + count)
-            found.append(None if faults else (positions[part], steps[part]))
+            found.append(None if faults else (positions[part], values[part]))
         return found
 
 
@@ -115,16 +112,17 @@ def _tables(blocks: Sequence[CodedBlock]) -> tuple[I64, I64, U16]:
     first = classes = offset = 0
     for index, block in enumerate(blocks):
         check_cover(block.grid)
-        check_sizes(block.grid, block.sizes, block.lanes, block.data, block.wanted)
+        check_stated(block.grid, block.stated, block.data, block.wanted)
+        sizes = check_sizes(block.stated, block.data)
         if id(block.model) not in models:
             models[id(block.model)] = classes, block.model
             classes += block.model.last.size
-        chosen = np.flatnonzero((block.sizes > 0) & (block.wanted != 0))
+        chosen = np.flatnonzero(sizes if block.wanted is None else sizes * (block.wanted != 0))
         rows = np.empty((chosen.size, TILE_COLUMNS), np.int64)
         rows[:, 0], rows[:, 1] = block.old.data_ptr(), block.grid.row_length
         rows[:, 2:6] = block.grid.boxes[chosen]
-        rows[:, 6] = offset + (np.cumsum(block.sizes) - block.sizes)[chosen]
-        rows[:, 7] = (block.sizes << 1 | (block.lanes == MANY_LANES))[chosen]
+        rows[:, 6] = offset + (np.cumsum(sizes) - sizes)[chosen]
+        rows[:, 7] = block.stated[chosen]
         rows[:, 8] = index
         tiles.append(rows)
         jobs[index] = first, block.changed, models[id(block.model)][0], block.model.last.size

@@ -27,7 +27,7 @@ try:
         read_sum,
         scatter,
     )
-    from vllm_delta_sync.native.ctx_cpu import ctx_decode, ctx_encode, ctx_model, ctx_survey, ctx_tally
+    from vllm_delta_sync.native.ctx_cpu import ctx_decode, ctx_encode, ctx_index, ctx_model, ctx_survey, ctx_tally
 
     _BACKEND = f"native ({INSTRUCTION_SET})"
     _REASON = PATH
@@ -48,7 +48,7 @@ except ImportError as error:
         read_sum,
         scatter,
     )
-    from vllm_delta_sync.native.portable_ctx import ctx_decode, ctx_encode, ctx_model, ctx_survey, ctx_tally
+    from vllm_delta_sync.native.portable_ctx import ctx_decode, ctx_encode, ctx_index, ctx_model, ctx_survey, ctx_tally
 
     _BACKEND = "portable (numpy)"
     _REASON = str(error)
@@ -75,6 +75,7 @@ __all__ = [
     "backend_reason",
     "ctx_decode",
     "ctx_encode",
+    "ctx_index",
     "ctx_model",
     "ctx_survey",
     "ctx_tally",

@@ -25,6 +25,7 @@ from vllm_delta_sync.native.types import (
     Bits,
     Changes,
     Seed,
+    address_of,
     bits_width,
     check_map,
     check_merge,
@@ -58,17 +59,21 @@ class _Scratch(threading.local):
         self.room = SCRATCH + 128
         self.positions = np.empty(self.room, np.uint32)
         sides = np.empty((2, self.room), np.uint64)
-        self.addresses = self.positions.ctypes.data, sides[0].ctypes.data, sides[1].ctypes.data
-        self._sides = {bits: tuple(side.view(bits) for side in sides) for bits in WIDTHS.values()}
+        self.consumed = ctypes.c_int64(0)
+        self.arguments = (
+            self.room, address_of(self.positions), address_of(sides[0]), address_of(sides[1]),
+            ctypes.addressof(self.consumed),
+        )  # fmt: skip
+        self._sides = {width: tuple(side.view(bits) for side in sides) for width, bits in WIDTHS.items()}
 
-    def take(self, found: int, bits: np.dtype[Any]) -> Changes:
+    def take(self, found: int, width: int) -> Changes:
         """A copy of the first `found` changes."""
-        old, new = self._sides[bits]
+        old, new = self._sides[width]
         return Changes(self.positions[:found].copy(), old[:found].copy(), new[:found].copy())
 
     def undo(self, found: int, snapshot: Bits) -> None:
         """Take back the first `found` changes, without copying them."""
-        old, new = self._sides[snapshot.dtype]
+        old, new = self._sides[snapshot.itemsize]
         Changes(self.positions[:found], old[:found], new[:found]).undo(snapshot)
 
 
@@ -89,23 +94,26 @@ def diff(snapshot: Bits, current: Bits, *, advance: bool) -> Changes:
     After any exception, a MemoryError too, the snapshot is what it was.
     """
     width = pair_width("snapshot", snapshot, "current", current)
-    if snapshot.size >= MAX_COUNT:
-        raise ValueError(f"diff takes fewer than 2**31 elements, got {snapshot.size}; split the tensor into blocks")
+    size, scratch = snapshot.size, _scratch
+    if size >= MAX_COUNT:
+        raise ValueError(f"diff takes fewer than 2**31 elements, got {size}; split the tensor into blocks")
     if advance and not snapshot.flags.writeable:
         raise ValueError("diff cannot advance a read-only snapshot; pass a writable one or advance=False")
     pieces: list[Changes] = []
-    done, found, consumed = 0, 0, ctypes.c_int64(0)
-    address, other, size, scratch = snapshot.ctypes.data, current.ctypes.data, snapshot.size, _scratch
+    done = found = 0
+    address, other = address_of(snapshot), address_of(current)
     try:
-        while done < size or not pieces:
+        while True:
             found = _lib.vds_diff(
-                width, address + done * width, other + done * width, size - done, done, advance, scratch.room,
-                *scratch.addresses, ctypes.byref(consumed),
-            )  # fmt: skip
-            pieces.append(scratch.take(found, snapshot.dtype))
-            done += consumed.value
-        if len(pieces) == 1:
-            return pieces[0]
+                width, address + done * width, other + done * width, size - done, done, advance, *scratch.arguments
+            )
+            piece = scratch.take(found, width)
+            done += scratch.consumed.value
+            if done == size and not pieces:
+                return piece
+            pieces.append(piece)
+            if done == size:
+                break
         return Changes(*(np.concatenate(column) for column in zip(*pieces, strict=True)))
     except BaseException:
         if advance:
@@ -122,7 +130,7 @@ def hash_run(bits: Bits, start: int, seed: Seed) -> U32:
     if start < 0:
         raise ValueError(f"start {start} is negative")
     lanes = _LANES()
-    _lib.vds_hash_run(width, bits.ctypes.data, bits.size, start, seed.a, seed.b, lanes)
+    _lib.vds_hash_run(width, address_of(bits), bits.size, start, seed.a, seed.b, lanes)
     return _lanes(lanes)
 
 
@@ -161,7 +169,7 @@ def hash_changes(positions: U32, start: int, old: Bits, new: Bits, seed: Seed) -
         raise ValueError(f"start {start} is negative")
     lanes = _LANES()
     _lib.vds_hash_changes(
-        width, positions.ctypes.data, start, old.ctypes.data, new.ctypes.data, old.size, seed.a, seed.b, lanes
+        width, address_of(positions), start, address_of(old), address_of(new), old.size, seed.a, seed.b, lanes
     )
     return _lanes(lanes)
 
@@ -169,11 +177,11 @@ def hash_changes(positions: U32, start: int, old: Bits, new: Bits, seed: Seed) -
 def encode_gaps(positions: U32) -> U8:
     """The gap stream (docs/protocol.md, *Codecs*) of ascending positions u32 [n]. ValueError if they do not ascend."""
     row("positions", positions, np.uint32)
-    size = _lib.vds_gaps_size(positions.ctypes.data, positions.size)
+    size = _lib.vds_gaps_size(address_of(positions), positions.size)
     if size < 0:
         raise ValueError("positions must ascend strictly")
     stream = np.empty(size, np.uint8)
-    _lib.vds_encode_gaps(positions.ctypes.data, positions.size, stream.ctypes.data)
+    _lib.vds_encode_gaps(address_of(positions), positions.size, address_of(stream))
     return stream
 
 
@@ -185,7 +193,7 @@ def decode_gaps(data: U8, changed: int, count: int) -> U32:
     if data.size < changed or data.size > changed + count // 255:
         raise MalformedObject(f"gap stream: {data.size} bytes cannot hold {changed} gaps below {count}")
     positions = np.empty(changed, np.uint32)
-    status = _lib.vds_decode_gaps(data.ctypes.data, data.size, changed, count, positions.ctypes.data)
+    status = _lib.vds_decode_gaps(address_of(data), data.size, changed, count, address_of(positions))
     if status:
         raise MalformedObject(f"gap stream of {changed} changed in {count} elements {_REFUSALS[status]}")
     return positions
@@ -195,11 +203,11 @@ def encode_steps(old: U16, new: U16) -> U8:
     """The step stream of old → new, u16 [n] each. ValueError where they are equal: such an element has no code."""
     row("old", old, np.uint16)
     row("new", new, np.uint16, old.size)
-    size = _lib.vds_steps_size(old.ctypes.data, new.ctypes.data, old.size)
+    size = _lib.vds_steps_size(address_of(old), address_of(new), old.size)
     if size < 0:
         raise ValueError(f"element {-1 - size} did not change; only changed elements have a step")
     stream = np.empty(size, np.uint8)
-    _lib.vds_encode_steps(old.ctypes.data, new.ctypes.data, old.size, stream.ctypes.data)
+    _lib.vds_encode_steps(address_of(old), address_of(new), old.size, address_of(stream))
     return stream
 
 
@@ -211,7 +219,7 @@ def decode_steps(data: U8, changed: int) -> U16:
     if not changed <= data.size <= 3 * changed:
         raise MalformedObject(f"step stream: {data.size} bytes cannot hold {changed} steps")
     steps = np.empty(changed, np.uint16)
-    status = _lib.vds_decode_steps(data.ctypes.data, data.size, changed, steps.ctypes.data)
+    status = _lib.vds_decode_steps(address_of(data), data.size, changed, address_of(steps))
     if status:
         raise MalformedObject(f"step stream of {changed} steps {_REFUSALS[status]}")
     return steps
@@ -222,7 +230,7 @@ def apply_steps(old: U16, steps: U16) -> U16:
     row("old", old, np.uint16)
     row("steps", steps, np.uint16, old.size)
     new = np.empty(old.size, np.uint16)
-    _lib.vds_apply_steps(old.ctypes.data, steps.ctypes.data, old.size, new.ctypes.data)
+    _lib.vds_apply_steps(address_of(old), address_of(steps), old.size, address_of(new))
     return new
 
 
@@ -236,8 +244,8 @@ def merge(first_positions: U32, first: Bits, second_positions: U32, second: Bits
     room = first.size + second.size
     positions, values = np.empty(room, np.uint32), np.empty(room, first.dtype)
     found = _lib.vds_merge(
-        width, first_positions.ctypes.data, first.ctypes.data, first.size, second_positions.ctypes.data,
-        second.ctypes.data, second.size, add, positions.ctypes.data, values.ctypes.data,
+        width, address_of(first_positions), address_of(first), first.size, address_of(second_positions),
+        address_of(second), second.size, add, address_of(positions), address_of(values),
     )  # fmt: skip
     return positions[:found], values[:found]
 
@@ -262,9 +270,9 @@ def map_positions(
     if min(sizes, default=1) > 0:
         wide = [d for d, size in enumerate(sizes) if size > 1]
         found = _lib.vds_map_positions(
-            positions.ctypes.data, positions.size, start - source_offset, len(wide), _dims([sizes[d] for d in wide]),
-            _dims([source_strides[d] for d in wide]), _dims([target_strides[d] for d in wide]), selected.ctypes.data,
-            targets.ctypes.data,
+            address_of(positions), positions.size, start - source_offset, len(wide), _dims([sizes[d] for d in wide]),
+            _dims([source_strides[d] for d in wide]), _dims([target_strides[d] for d in wide]), address_of(selected),
+            address_of(targets),
         )  # fmt: skip
     if found < 0:
         raise ValueError(f"a region has at most 16 dimensions, got sizes {sizes}")
@@ -277,7 +285,7 @@ def gather(address: int, width: int, offsets: U32) -> Bits:
     if width not in WIDTHS:
         raise ValueError(f"width must be 1, 2, 4 or 8 bytes, got {width}")
     bits = np.empty(offsets.size, WIDTHS[width])
-    _lib.vds_gather(width, address, offsets.ctypes.data, offsets.size, bits.ctypes.data)
+    _lib.vds_gather(width, address, address_of(offsets), offsets.size, address_of(bits))
     return bits
 
 
@@ -294,7 +302,7 @@ def scatter(segments: I64, offsets: U32, expected: Bits, values: Bits, *, thread
     if threads < 1:
         raise ValueError(f"threads must be at least 1, got {threads}")
     outcome: int = _lib.vds_scatter(
-        width, segments.ctypes.data, len(segments), offsets.ctypes.data, expected.ctypes.data, values.ctypes.data,
+        width, address_of(segments), len(segments), address_of(offsets), address_of(expected), address_of(values),
         values.size, threads,
     )  # fmt: skip
     return outcome
@@ -303,4 +311,4 @@ def scatter(segments: I64, offsets: U32, expected: Bits, values: Bits, *, thread
 def read_sum(data: U8) -> int:
     """Sum mod 2**64 of a buffer's 8-byte words (a tail of less than 8 bytes is left out): reads every byte once."""
     row("data", data, np.uint8)
-    return int(_lib.vds_read_sum(data.ctypes.data, data.size // 8))
+    return int(_lib.vds_read_sum(address_of(data), data.size // 8))

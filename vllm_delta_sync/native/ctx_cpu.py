@@ -5,14 +5,15 @@ Does not choose tiles or models; `wire` does.
 
 from __future__ import annotations
 
+import ctypes
 import threading
+from collections.abc import Callable
 
 import numpy as np
 
 from vllm_delta_sync.errors import MalformedObject
 from vllm_delta_sync.native.cpu import _lib
 from vllm_delta_sync.native.ctx_types import (
-    MANY_LANES,
     CtxGrid,
     CtxModel,
     Tally,
@@ -20,34 +21,40 @@ from vllm_delta_sync.native.ctx_types import (
     check_changes,
     check_cover,
     check_model,
-    check_sizes,
+    check_stated,
+    malformed,
     unsorted,
 )
-from vllm_delta_sync.native.types import I64, U8, U16, U32, Bits, Changes, pair_width
+from vllm_delta_sync.native.types import I64, U8, U16, U32, Bits, Changes, address_of, pair_width, row
 
-UNSORTED = -3  # enum Refusal of csrc/cpu/ctx.cpp
+_UNSORTED, _NO_MEMORY = -3, -4  # enum Refusal of csrc/cpu/ctx.cpp
+_REFUSALS = {
+    1: "ends early",
+    2: "has bytes left over",
+    3: "has a number of 2**28 or more",
+    4: "does not add up to the bytes of the tiles",
+}
 
 
 class _Memory(threading.local):
     """Of a thread; it grows to what the largest block took, for fresh pages cost much."""
 
     def __init__(self) -> None:
-        self.bytes = np.empty(0, np.uint8)
-        self.address = 0
+        self.size = self.address = 0
+        self.index_size = ctypes.c_int64(0)
+        self.index_size_address = ctypes.addressof(self.index_size)
 
-    def reserve(self, size: int) -> int:
-        """The address of so many bytes."""
-        if self.bytes.size < size:
-            self.bytes = np.empty(size, np.uint8)
-            self.address = int(self.bytes.ctypes.data)
-        return self.address
+    def within(self, call: Callable[[int, int], int], grid: CtxGrid, changed: int, room: int = 0) -> int:
+        """What `call`, with an address and how many bytes are there, returns when they are enough."""
+        outcome = call(self.address, self.size)
+        if outcome == _NO_MEMORY:
+            self._bytes = np.empty(_lib.vds_ctx_memory(grid.address, changed, room), np.uint8)
+            self.size, self.address = self._bytes.size, address_of(self._bytes)
+            outcome = call(self.address, self.size)
+        return outcome
 
 
 _memory = _Memory()
-
-
-def _scratch_size(grid: CtxGrid, changed: int) -> int:
-    return int(_lib.vds_ctx_scratch_size(grid.elements, len(grid.strips), grid.tiles, changed))
 
 
 def ctx_model(last: U8, gaps: U16, steps: U16) -> CtxModel:
@@ -56,71 +63,91 @@ def ctx_model(last: U8, gaps: U16, steps: U16) -> CtxModel:
     gaps, steps = np.ascontiguousarray(gaps, np.uint16), np.ascontiguousarray(steps, np.uint16)
     prepared = np.empty(_lib.vds_ctx_model_size(last.size), np.uint8)
     status = _lib.vds_ctx_model(
-        last.size, last.ctypes.data, gaps.ctypes.data, steps.ctypes.data, prepared.ctypes.data
+        last.size, address_of(last), address_of(gaps), address_of(steps), address_of(prepared)
     )  # fmt: skip
     assert status == 0, "the model was checked"
-    return CtxModel(last, gaps, steps, prepared, int(prepared.ctypes.data))
+    return CtxModel(last, gaps, steps, prepared, address_of(prepared))
 
 
-def ctx_encode(model: CtxModel, old: Bits, grid: CtxGrid, changes: Changes, room: int) -> tuple[U8, I64, U8] | None:
-    """The tiles' bytes u8 [·], and of each tile its bytes i64 [T] and states u8 [T]; None if they take over `room`.
+def ctx_encode(model: CtxModel, old: Bits, grid: CtxGrid, changes: Changes, room: int) -> tuple[bytes, bytes] | None:
+    """What the index states of the tiles (docs/protocol.md, *ctx*), and their bytes; None if they take over `room`.
 
     old uW [rows · row_length] before the changes; room in bytes.
     """
     width = check_block(grid, old)
     check_cover(grid)
     check_changes(old, changes)
-    spans, scratch = np.zeros((grid.tiles, 2), np.int64), _scratch_size(grid, changes.positions.size)
-    memory = _memory.reserve(scratch + room)
-    size = _lib.vds_ctx_encode(
-        width, model.address, old.ctypes.data, grid.rows, grid.row_length, grid.address, len(grid.strips),
-        changes.positions.ctypes.data, changes.old.ctypes.data, changes.new.ctypes.data, changes.positions.size,
-        memory, memory + scratch, room, spans.ctypes.data,
+    before, columns = address_of(old), tuple(map(address_of, changes))
+    changed, memory = changes.positions.size, _memory
+    size = memory.within(
+        lambda address, most: _lib.vds_ctx_encode(
+            width, model.address, before, grid.address, *columns, changed, address, most, room,
+            memory.index_size_address,
+        ),
+        grid, changed, room,
     )  # fmt: skip
-    if size == UNSORTED:
+    if size == _UNSORTED:
         raise unsorted(grid)
     if size < 0:
         return None
-    return (
-        _memory.bytes[scratch : scratch + size].copy(),
-        np.ascontiguousarray(spans[:, 0]),
-        spans[:, 1].astype(np.uint8),
-    )
+    index = memory.address + (room + 63) // 64 * 64
+    return ctypes.string_at(index, memory.index_size.value), ctypes.string_at(memory.address, size)
+
+
+def ctx_index(index: U8, tiles: int, size: int) -> I64:
+    """What an index states of so many tiles, `size` bytes together, as `ctx_decode` wants it, i64 [T].
+
+    MalformedObject if it is not exactly that.
+    """
+    row("index", index, np.uint8)
+    stated = np.empty(tiles, np.int64)
+    status = _lib.vds_ctx_read_index(address_of(index), index.size, address_of(stated), tiles, size)
+    if status:
+        raise MalformedObject(f"a ctx index stream of {tiles} tiles {_REFUSALS[status]}")
+    return stated
 
 
 def ctx_decode(
-    model: CtxModel, old: Bits, grid: CtxGrid, sizes: I64, lanes: U8, data: U8, wanted: U8, changed: int
+    model: CtxModel, old: Bits, grid: CtxGrid, stated: I64, data: U8, changed: int, wanted: U8 | None = None
 ) -> tuple[U32, Bits]:
-    """The changes of the wanted tiles, at most `changed`: positions u32 [n], ascending, and steps uW [n].
+    """The changes of the wanted tiles, at most `changed`: positions u32 [n], ascending, and new values uW [n].
 
-    old uW [rows · row_length] is right in those tiles and may be anything elsewhere. sizes i64, lanes and wanted u8,
-    all [T]. MalformedObject if the bytes of a wanted tile are not exactly what docs/protocol.md says.
+    old uW [rows · row_length] is right in those tiles and may be anything elsewhere. Of each tile, i64 and u8 [T]:
+    bytes << 1 | whether it has four states is `stated`, whether it is `wanted`; all are if that is None.
+    MalformedObject if the bytes of a wanted tile are not exactly what docs/protocol.md says.
     """
     width = check_block(grid, old)
     check_cover(grid)
-    check_sizes(grid, sizes, lanes, data, wanted)
-    positions, steps = np.empty(max(0, changed), np.uint32), np.empty(max(0, changed), old.dtype)
-    stated = sizes << 1 | (lanes == MANY_LANES)
-    found = _lib.vds_ctx_decode(
-        width, model.address, old.ctypes.data, grid.rows, grid.row_length, grid.address, len(grid.strips),
-        stated.ctypes.data, wanted.ctypes.data, data.ctypes.data, _memory.reserve(_scratch_size(grid, positions.size)),
-        positions.ctypes.data, steps.ctypes.data, positions.size,
+    check_stated(grid, stated, data, wanted)
+    positions, values = np.empty(max(0, changed), np.uint32), np.empty(max(0, changed), old.dtype)
+    before, coded, sizes, places, to = map(address_of, (old, data, stated, positions, values))
+    chosen = None if wanted is None else address_of(wanted)
+    found = _memory.within(
+        lambda address, most: _lib.vds_ctx_decode(
+            width, model.address, before, grid.address, sizes, chosen, coded, data.size, address, most, places, to,
+            positions.size,
+        ),
+        grid, positions.size,
     )  # fmt: skip
     if found < 0:
-        raise MalformedObject(f"a ctx tile of {grid.tiles} is malformed, or they hold more than {changed} changes")
-    return positions[:found], steps[:found]
+        raise malformed(grid, changed)
+    return (positions, values) if found == positions.size else (positions[:found], values[:found])
 
 
 def ctx_tally(model: CtxModel, old: Bits, grid: CtxGrid, changes: Changes, to: Tally) -> None:
     """Add the symbols of the changes in the grid's strips, by class of the model; its tiles' ends among them."""
     width = check_block(grid, old)
     check_changes(old, changes)
-    status = _lib.vds_ctx_tally(
-        width, model.address, old.ctypes.data, grid.rows, grid.row_length, grid.address, len(grid.strips),
-        changes.positions.ctypes.data, changes.old.ctypes.data, changes.new.ctypes.data, changes.positions.size,
-        _memory.reserve(_scratch_size(grid, changes.positions.size)), to.gaps.ctypes.data, to.steps.ctypes.data,
+    before, columns = address_of(old), tuple(map(address_of, changes))
+    changed = changes.positions.size
+    status = _memory.within(
+        lambda address, most: _lib.vds_ctx_tally(
+            width, model.address, before, grid.address, *columns, changed, address, most, address_of(to.gaps),
+            address_of(to.steps),
+        ),
+        grid, changed,
     )  # fmt: skip
-    if status == UNSORTED:
+    if status == _UNSORTED:
         raise unsorted(grid)
 
 
@@ -128,6 +155,6 @@ def ctx_survey(old: Bits, before: Bits, after: Bits, to: Tally) -> None:
     """Add elements of old uW [N] by context, and step symbols of before → after uW [n] by the context of `before`."""
     width = pair_width("before", before, "after", after)
     _lib.vds_ctx_survey(
-        width, old.ctypes.data, old.size, before.ctypes.data, after.ctypes.data, before.size, to.gaps.ctypes.data,
-        to.steps.ctypes.data,
+        width, address_of(old), old.size, address_of(before), address_of(after), before.size, address_of(to.gaps),
+        address_of(to.steps),
     )  # fmt: skip

@@ -12,7 +12,7 @@ from typing import NamedTuple
 import numpy as np
 
 from vllm_delta_sync.errors import MalformedObject
-from vllm_delta_sync.native.types import I64, MAX_COUNT, U8, U16, Bits, Changes, bits_width, row
+from vllm_delta_sync.native.types import I64, MAX_COUNT, U8, U16, Bits, Changes, address_of, bits_width, row
 
 TILE_ELEMENTS = 1 << 18  # of a tile at most
 MAX_TILES = 1 << 12  # of a block
@@ -84,9 +84,14 @@ class CtxGrid:
         return bool(begins[0] >= 0 and ends[-1] <= self.row_length and (begins[1:] >= ends[:-1]).all())
 
     @cached_property
+    def _described(self) -> I64:
+        """As the C library wants it: Grid of csrc/cpu/ctx_grid.h."""
+        return np.array((self.rows, self.row_length, address_of(self.strips), len(self.strips)), np.int64)
+
+    @cached_property
     def address(self) -> int:
-        """Of the strips."""
-        return int(self.strips.ctypes.data)
+        """Of what the C library reads of the grid."""
+        return address_of(self._described)
 
     @cached_property
     def covered(self) -> int:
@@ -161,12 +166,25 @@ def unsorted(grid: CtxGrid) -> ValueError:
     return ValueError(f"positions must ascend strictly, below {grid.elements}")
 
 
-def check_sizes(grid: CtxGrid, sizes: I64, lanes: U8, data: U8, wanted: U8) -> None:
-    """MalformedObject unless each tile has a size, and together they are the data."""
-    row("sizes", sizes, np.int64, grid.tiles)
-    row("lanes", lanes, np.uint8, grid.tiles)
-    row("wanted", wanted, np.uint8, grid.tiles)
+def check_stated(grid: CtxGrid, stated: I64, data: U8, wanted: U8 | None) -> None:
+    """ValueError unless something is stated of each tile, and each is wanted or not."""
+    row("stated", stated, np.int64, grid.tiles)
     row("data", data, np.uint8)
+    if wanted is not None:
+        row("wanted", wanted, np.uint8, grid.tiles)
+
+
+def check_sizes(stated: I64, data: U8) -> I64:
+    """The bytes of each tile, i64 [T]; MalformedObject unless together they are the data."""
+    sizes = stated >> 1
     # Read as unsigned, a negative size is too large.
     if sizes.view(np.uint64).max() > data.size or int(sizes.sum()) != data.size:
         raise MalformedObject(f"tiles of {int(sizes.sum())} bytes in a stream of {data.size}")
+    return sizes
+
+
+def malformed(grid: CtxGrid, changed: int) -> MalformedObject:
+    """What to raise where tiles cannot be decoded."""
+    return MalformedObject(
+        f"a ctx tile of {grid.tiles} is malformed, they are not all of the stream, or hold more than {changed} changes"
+    )

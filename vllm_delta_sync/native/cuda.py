@@ -64,21 +64,21 @@ class CudaLibrary:
         block_count: int,
         models: int,
         positions: int,
-        steps: int,
+        values: int,
         outcomes: int,
         stream: int,
     ) -> None:
         """Enqueue the decoding of ctx tiles of elements of 1, 2 or 4 bytes. All but counts are device addresses.
 
         tiles i64 [count, TILE_COLUMNS], blocks i64 [block_count, BLOCK_COLUMNS], models u16 [·, CLASS_COLUMNS]: rows of
-        TileJob, BlockJob and ClassRow (csrc/ctx_decode.h). positions u32 and steps uW: of each block, in no order, at
+        TileJob, BlockJob and ClassRow (csrc/ctx_team.h). positions u32 and values uW: of each block, in no order, at
         most what it has room for. outcomes u32 [block_count, 2]: changes found, and not 0 where a tile is malformed or
         there was no room.
         """
         self._check(
             "ctx",
             self._lib.vds_cuda_ctx_decode(
-                width, tiles, count, blocks, block_count, models, positions, steps, outcomes, stream
+                width, tiles, count, blocks, block_count, models, positions, values, outcomes, stream
             ),
         )
 

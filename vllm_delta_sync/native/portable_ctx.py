@@ -28,11 +28,13 @@ from vllm_delta_sync.native.ctx_types import (
     check_cover,
     check_model,
     check_sizes,
+    check_stated,
+    malformed,
     unsorted,
 )
-from vllm_delta_sync.native.types import I64, U8, U16, U32, Bits, Changes, pair_width
+from vllm_delta_sync.native.types import I64, U8, U16, U32, Bits, Changes, pair_width, row
 
-__all__ = ["ctx_decode", "ctx_encode", "ctx_model", "ctx_survey", "ctx_tally"]
+__all__ = ["ctx_decode", "ctx_encode", "ctx_index", "ctx_model", "ctx_survey", "ctx_tally"]
 
 FLOOR = 1 << 16  # of a state
 GAP_BITS = 18  # of an escaped gap
@@ -167,8 +169,8 @@ def _check_order(grid: CtxGrid, changes: Changes) -> None:
         raise unsorted(grid)
 
 
-def ctx_encode(model: CtxModel, old: Bits, grid: CtxGrid, changes: Changes, room: int) -> tuple[U8, I64, U8] | None:
-    """The tiles' bytes u8 [·], and of each tile its bytes i64 [T] and states u8 [T]; None if they take over `room`.
+def ctx_encode(model: CtxModel, old: Bits, grid: CtxGrid, changes: Changes, room: int) -> tuple[bytes, bytes] | None:
+    """What the index states of the tiles (docs/protocol.md, *ctx*), and their bytes; None if they take over `room`.
 
     So it is where the model cannot say a tile. old uW [rows · row_length] before the changes; room in bytes.
     """
@@ -176,14 +178,14 @@ def ctx_encode(model: CtxModel, old: Bits, grid: CtxGrid, changes: Changes, room
     check_cover(grid)
     check_changes(old, changes)
     _check_order(grid, changes)
-    pieces, lanes = [b""] * grid.tiles, np.ones(grid.tiles, np.uint8)
+    pieces, many = [b""] * grid.tiles, [False] * grid.tiles
     for tile, places in _tiles(grid):
         found = [(c, gaps, steps) for c, gaps, steps in _events(model.last, old, places, changes)]
         changed = sum(len(gaps) for _, gaps, _ in found)
-        lanes[tile] = 1 if changed < LANE_CHANGES else MANY_LANES
+        many[tile] = changed >= LANE_CHANGES
         if not changed:
             continue
-        writer = _Writer(int(lanes[tile]))
+        writer = _Writer(MANY_LANES if many[tile] else 1)
         for c, gaps, steps in found:
             for i, gap in enumerate(gaps):
                 writer.number(model.gaps[c], *magnitude(gap), (GAP_ESCAPE, GAP_BITS, gap), i)
@@ -198,7 +200,34 @@ def ctx_encode(model: CtxModel, old: Bits, grid: CtxGrid, changes: Changes, room
     data = b"".join(pieces)
     if len(data) > room:
         return None
-    return np.frombuffer(data, np.uint8), np.array([len(piece) for piece in pieces], np.int64), lanes
+    return b"".join(_varint(len(piece) << 1 | four) for piece, four in zip(pieces, many, strict=True)), data
+
+
+def _varint(value: int) -> bytes:
+    """A number as LEB128."""
+    return bytes((value & 0x7F | 0x80,)) + _varint(value >> 7) if value >= 0x80 else bytes((value,))
+
+
+def ctx_index(index: U8, tiles: int, size: int) -> I64:
+    """What an index states of so many tiles, `size` bytes together, as `ctx_decode` wants it, i64 [T].
+
+    MalformedObject if it is not exactly that.
+    """
+    row("index", index, np.uint8)
+    stated, value, shift = [], 0, 0
+    for byte in index.tolist():
+        value |= (byte & 0x7F) << shift
+        shift += 7
+        if byte < 0x80:
+            stated.append(value)
+            value = shift = 0
+        elif shift == 28:
+            raise MalformedObject(f"a ctx index stream of {tiles} tiles has a number of 2**28 or more")
+    if shift or len(stated) != tiles or sum(value >> 1 for value in stated) != size:
+        raise MalformedObject(
+            f"a ctx index stream is not of {tiles} tiles, or does not add up to the bytes of the tiles"
+        )
+    return np.array(stated, np.int64)
 
 
 class _Reader:
@@ -243,7 +272,7 @@ class _Reader:
 def _decode_tile(model: CtxModel, old: Bits, places: I64, data: bytes, lanes: int) -> tuple[list[I64], list[Bits]]:
     reader, width = _Reader(data, lanes), old.itemsize
     of = _class_of(model.last)[_contexts(old[places])]
-    positions, steps = [], []
+    positions, values = [], []
     for c in range(model.last.size):
         members, rank = np.flatnonzero(of == c), -1
         ranks: list[int] = []
@@ -265,41 +294,44 @@ def _decode_tile(model: CtxModel, old: Bits, places: I64, data: bytes, lanes: in
             z.append(size << 1 | symbol & 1)
         where = places[members[ranks]] if ranks else places[:0]
         positions.append(where)
-        steps.append(_oriented(_unfolded(np.array(z, old.dtype)), old[where]))
+        step = _oriented(_unfolded(np.array(z, old.dtype)), old[where])
+        values.append(_rank(_rank(old[where]) + step))
     if not reader.finished():
         raise _Cut
-    return positions, steps
+    return positions, values
 
 
 def ctx_decode(
-    model: CtxModel, old: Bits, grid: CtxGrid, sizes: I64, lanes: U8, data: U8, wanted: U8, changed: int
+    model: CtxModel, old: Bits, grid: CtxGrid, stated: I64, data: U8, changed: int, wanted: U8 | None = None
 ) -> tuple[U32, Bits]:
-    """The changes of the wanted tiles, at most `changed`: positions u32 [n], ascending, and steps uW [n].
+    """The changes of the wanted tiles, at most `changed`: positions u32 [n], ascending, and new values uW [n].
 
-    old uW [rows · row_length] is right in those tiles and may be anything elsewhere. sizes i64, lanes and wanted u8,
-    all [T]. MalformedObject if the bytes of a wanted tile are not exactly what docs/protocol.md says.
+    old uW [rows · row_length] is right in those tiles and may be anything elsewhere. Of each tile, i64 and u8 [T]:
+    bytes << 1 | whether it has four states is `stated`, whether it is `wanted`; all are if that is None.
+    MalformedObject if the bytes of a wanted tile are not exactly what docs/protocol.md says.
     """
     check_block(grid, old)
     check_cover(grid)
-    check_sizes(grid, sizes, lanes, data, wanted)
+    check_stated(grid, stated, data, wanted)
+    sizes = check_sizes(stated, data)
     ends = np.cumsum(sizes)
-    positions, steps = [np.empty(0, np.int64)], [np.empty(0, old.dtype)]
+    positions, values = [np.empty(0, np.int64)], [np.empty(0, old.dtype)]
     for tile, places in _tiles(grid):
-        if not sizes[tile] or not wanted[tile]:
+        if not sizes[tile] or (wanted is not None and not wanted[tile]):
             continue
         piece = data[ends[tile] - sizes[tile] : ends[tile]].tobytes()
         try:
-            found = _decode_tile(model, old, places, piece, int(lanes[tile]))
+            found = _decode_tile(model, old, places, piece, MANY_LANES if stated[tile] & 1 else 1)
         except _Cut:
             found = ([], [])
         total = sum(part.size for part in positions) + sum(part.size for part in found[0])
         if not sum(part.size for part in found[0]) or total > changed:
-            raise MalformedObject(f"a ctx tile of {grid.tiles} is malformed, or they hold more than {changed} changes")
+            raise malformed(grid, changed)
         positions += found[0]
-        steps += found[1]
+        values += found[1]
     where = np.concatenate(positions)
     order = np.argsort(where)
-    return where[order].astype(np.uint32), np.concatenate(steps)[order]
+    return where[order].astype(np.uint32), np.concatenate(values)[order]
 
 
 def ctx_tally(model: CtxModel, old: Bits, grid: CtxGrid, changes: Changes, to: Tally) -> None:

@@ -5,6 +5,7 @@ Does no work on data but undoing it: the loops are in the C library (`cpu.py`) a
 
 from __future__ import annotations
 
+import ctypes
 import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -55,6 +56,13 @@ class Region(NamedTuple):
     sizes: tuple[int, ...]
     strides: tuple[int, ...]
     source_strides: tuple[int, ...]
+
+
+def address_of(values: NDArray[Any]) -> int:
+    """Where a contiguous array lies: `values.ctypes.data`, but that takes longer than many a loop that it is asked for."""
+    if values.size and values.flags.writeable:
+        return ctypes.addressof(ctypes.c_byte.from_buffer(values))
+    return int(values.ctypes.data)
 
 
 def bits_width(what: str, bits: Bits) -> int:

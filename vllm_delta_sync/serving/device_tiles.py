@@ -16,15 +16,13 @@ import torch
 from vllm_delta_sync.errors import MalformedObject
 from vllm_delta_sync.kernels import CodedBlock, Decoded, DecodeTiles
 from vllm_delta_sync.kernels.ctx import decode_on_host
-from vllm_delta_sync.kernels.upload import to_device
 from vllm_delta_sync.serving.affine import Region
 from vllm_delta_sync.serving.memory import LiveMemory
 from vllm_delta_sync.serving.tiles import sound, window_of
 from vllm_delta_sync.wire.codec_rules import CTX
-from vllm_delta_sync.wire.codecs import DecodedBlock, ctx_header, encoded_of
+from vllm_delta_sync.wire.codecs import ctx_header, encoded_of
 from vllm_delta_sync.wire.ctx import CtxWindow
-from vllm_delta_sync.wire.ctx_order import moved
-from vllm_delta_sync.wire.dtypes import Dtype
+from vllm_delta_sync.wire.encoded import DecodedBlock
 from vllm_delta_sync.wire.frames import Buffer
 from vllm_delta_sync.wire.table import Block
 
@@ -37,7 +35,6 @@ class _Waiting:
     block: Block
     window: CtxWindow
     coded: CodedBlock
-    dtype: Dtype
 
 
 @dataclass(eq=False)
@@ -53,11 +50,11 @@ class DeviceTiles:
     decode: DecodeTiles
     regions: Sequence[Region]
     memory: LiveMemory
-    _waiting: list[_Waiting] = field(default_factory=list)
-    _changed: int = 0  # of the blocks that wait, at most
-    _sizes: int = 0  # elements of them
-    _tensor: str = ""
-    _elements: dict[int, torch.Tensor] = field(default_factory=dict)  # of regions of that tensor
+    _waiting: list[_Waiting] = field(init=False, default_factory=list)
+    _changed: int = field(init=False, default=0)  # of the blocks that wait, at most
+    _sizes: int = field(init=False, default=0)  # elements of them
+    _tensor: str = field(init=False, default="")
+    _elements: dict[int, torch.Tensor] = field(init=False, default_factory=dict)  # of regions of that tensor
 
     def take(self, block: Block, payload: Buffer, held: Sequence[int]) -> bool:
         """Take a block of floats of which the regions `held`, those of its tensor, hold the same columns of each row.
@@ -78,13 +75,11 @@ class DeviceTiles:
             model=encoded.model,
             old=self._read(block, index)[rank : rank + grid.elements],
             grid=grid,
-            sizes=window.header.sizes,
-            lanes=window.header.lanes,
+            stated=window.header.stated,
             data=np.frombuffer(encoded.value, np.uint8)[window.data].copy(),
-            wanted=np.ones(grid.tiles, np.uint8),
             changed=encoded.changed,
         )
-        self._waiting.append(_Waiting(block, window, coded, header.dtype))
+        self._waiting.append(_Waiting(block, window, coded))
         self._changed += coded.changed
         self._sizes += grid.elements
         return True
@@ -129,10 +124,4 @@ def _changes(one: _Waiting, found: Decoded | None) -> DecodedBlock:
             f"block {one.block}: a ctx tile of {one.coded.grid.tiles} is malformed, or they do not hold the "
             f"{one.coded.changed} changes stated"
         )
-    positions, steps = found
-    values = None
-    if not one.dtype.half:
-        places = to_device(positions, one.coded.old.device).to(torch.int64)
-        old = one.coded.old[places].cpu().numpy().view(steps.dtype)
-        values = moved(one.dtype, old, steps)
-    return DecodedBlock(CTX, one.window.in_block(positions), steps if values is None else None, values)
+    return DecodedBlock(CTX, one.window.in_block(found[0]), None, found[1])

@@ -15,7 +15,7 @@ from vllm_delta_sync.errors import BaseNeeded, DigestMismatch, MalformedObject
 from vllm_delta_sync.native import CtxModel
 from vllm_delta_sync.wire import ctx, dtypes
 from vllm_delta_sync.wire.codec_rules import CTX, DENSE
-from vllm_delta_sync.wire.ctx_order import moved, pattern
+from vllm_delta_sync.wire.ctx_order import pattern
 from vllm_delta_sync.wire.encoded import Bits, DecodedBlock, EncodedBlock, digest_of
 from vllm_delta_sync.wire.frames import Buffer
 from vllm_delta_sync.wire.sparse import decode_sparse, smallest
@@ -87,7 +87,7 @@ def ctx_of(spec: TensorSpec, changes: native.Changes, start: int, context: Conte
     if found is None or len(found[0]) + len(found[1]) >= size:
         return None
     index, value = found
-    return EncodedBlock(CTX, len(changes.positions), index, value.data, (len(index), len(value)), context.model)
+    return EncodedBlock(CTX, len(changes.positions), index, value, (len(index), len(value)), context.model)
 
 
 def _gap_may_win(spec: TensorSpec, changes: native.Changes, coded: EncodedBlock) -> bool:
@@ -158,14 +158,14 @@ def ctx_header(spec: TensorSpec, start: int, count: int, encoded: EncodedBlock, 
 
 
 def decode_tiles(
-    header: ctx.CtxHeader, encoded: EncodedBlock, old: Bits, wanted: npt.NDArray[np.uint8], what: str
+    header: ctx.CtxHeader, encoded: EncodedBlock, old: Bits, wanted: npt.NDArray[np.uint8] | None, what: str
 ) -> DecodedBlock:
-    """Decode tiles of a ctx block: those of `wanted` u8[T], whose old bits are right in `old` uW[count].
+    """Decode tiles of a ctx block: all, or those of `wanted` u8[T], whose old bits are right in `old` uW[count].
 
     Raises MalformedObject for a stream that breaks docs/protocol.md, or old bits that are not what it was made from.
     """
     found = _decode_ctx(header, encoded, np.frombuffer(encoded.value, np.uint8), old, wanted, what)
-    return _all_stated(found, encoded, what) if wanted.all() else found
+    return _all_stated(found, encoded, what) if wanted is None or wanted.all() else found
 
 
 def decode_window(window: ctx.CtxWindow, encoded: EncodedBlock, old: Bits, what: str) -> DecodedBlock:
@@ -175,7 +175,7 @@ def decode_window(window: ctx.CtxWindow, encoded: EncodedBlock, old: Bits, what:
     """
     header = window.header
     data = np.frombuffer(encoded.value, np.uint8)[window.data]
-    found = _decode_ctx(header, encoded, data, old, np.ones(header.grid.tiles, np.uint8), what)
+    found = _decode_ctx(header, encoded, data, old, None, what)
     if header.grid.row_length == window.row_length:
         return _all_stated(found, encoded, what)
     return replace(found, positions=window.in_block(found.positions))
@@ -192,26 +192,20 @@ def _decode_ctx(
     encoded: EncodedBlock,
     data: npt.NDArray[np.uint8],
     old: Bits,
-    wanted: npt.NDArray[np.uint8],
+    wanted: npt.NDArray[np.uint8] | None,
     what: str,
 ) -> DecodedBlock:
     assert encoded.model is not None, f"{what}: a ctx block has a model"
+    bits, integer = old, header.dtype.integer
+    if integer:
+        bits = pattern(header.dtype, old)
     try:
-        positions, steps = native.ctx_decode(
-            encoded.model,
-            pattern(header.dtype, old),
-            header.grid,
-            header.sizes,
-            header.lanes,
-            data,
-            wanted,
-            encoded.changed,
+        positions, values = native.ctx_decode(
+            encoded.model, bits, header.grid, header.stated, data, encoded.changed, wanted
         )
     except MalformedObject as error:
         raise MalformedObject(f"{what}: {error}") from None
-    if header.dtype.half:
-        return DecodedBlock(CTX, positions, steps, None)
-    return DecodedBlock(CTX, positions, None, moved(header.dtype, old[positions], steps))
+    return DecodedBlock(CTX, positions, None, pattern(header.dtype, values) if integer else values)
 
 
 def decode_encoded(
@@ -225,7 +219,7 @@ def decode_encoded(
                 f"{what}: codec ctx is decoded against the values before the change, which are not at hand"
             )
         header = ctx_header(spec, start, count, encoded, what)
-        return decode_tiles(header, encoded, old, np.ones(header.grid.tiles, np.uint8), what)
+        return decode_tiles(header, encoded, old, None, what)
     if encoded.codec == DENSE:
         # A block may begin at any byte of its shard; native code wants whole elements aligned.
         values = np.require(np.frombuffer(encoded.value, bits), requirements="A")

@@ -22,7 +22,6 @@ from vllm_delta_sync.native.ctx_types import (
     GAP_END,
     GAP_ESCAPE,
     GAP_SYMBOLS,
-    MANY_LANES,
     STEP_ESCAPE,
     STEP_SYMBOLS,
     TOTAL,
@@ -64,8 +63,12 @@ class CtxHeader:
 
     grid: CtxGrid
     dtype: Dtype
-    sizes: npt.NDArray[np.int64]  # bytes of each tile
-    lanes: npt.NDArray[np.uint8]  # states of each tile
+    stated: npt.NDArray[np.int64]  # of each tile: bytes << 1 | whether it has four states
+
+    @property
+    def sizes(self) -> npt.NDArray[np.int64]:
+        """Bytes of each tile."""
+        return self.stated >> 1
 
     def window(self, first: int, columns: int) -> CtxWindow | None:
         """The tiles in these columns of every row; None where other tiles reach into them."""
@@ -74,7 +77,7 @@ class CtxHeader:
             return None
         grid, tiles = found
         begin, size = int(self.sizes[: tiles.start].sum()), int(self.sizes[tiles].sum())
-        header = CtxHeader(grid, self.dtype, self.sizes[tiles], self.lanes[tiles])
+        header = CtxHeader(grid, self.dtype, self.stated[tiles])
         return CtxWindow(header, first, self.grid.row_length, slice(begin, begin + size))
 
 
@@ -154,12 +157,18 @@ def make_model(samples: Callable[[], Iterator[Sample]], share: float) -> CtxMode
     flat[:, 0] = TOTAL
     classes, found = native.ctx_model(last, flat[:, :GAP_SYMBOLS], flat), native.Tally.of_classes(last.size)
     for index, sample in enumerate(map(_seen, samples())):
-        grid = _grid(sample.spec, sample.start, sample.old.size, sample.dim)
-        strips = grid.strips[index % 4 :: 4] if len(grid.strips) > 4 else grid.strips[:1]
-        native.ctx_tally(classes, sample.old, CtxGrid(grid.rows, grid.row_length, strips.copy()), sample.changes, found)
+        part = _quarter(_grid(sample.spec, sample.start, sample.old.size, sample.dim), index % 4)
+        native.ctx_tally(classes, sample.old, part, sample.changes, found)
     # Where changes are few, none may be in what was sampled, and so no end of a tile.
     gaps = ctx_model.frequencies(found.gaps, GAP_END, GAP_ESCAPE)
     return native.ctx_model(last, gaps, ctx_model.frequencies(found.steps, STEP_ESCAPE))
+
+
+@lru_cache(maxsize=1 << 8)  # the same in every version
+def _quarter(grid: CtxGrid, first: int) -> CtxGrid:
+    """Each fourth strip, but one at least."""
+    strips = grid.strips[first::4] if len(grid.strips) > 4 else grid.strips[:1]
+    return CtxGrid(grid.rows, grid.row_length, strips.copy())
 
 
 def _seen(sample: Sample) -> Sample:
@@ -187,19 +196,17 @@ def _band(spec: TensorSpec, dim: int) -> int:
 
 def encode(
     model: CtxModel, spec: TensorSpec, start: int, old: Bits, changes: Changes, dim: int, room: int
-) -> tuple[bytes, npt.NDArray[np.uint8]] | None:
+) -> tuple[bytes, bytes] | None:
     """The index stream and the tiles of a block, or None if the tiles take more than `room` bytes."""
     dtype = dtypes.by_name(spec.dtype)
     grid = _grid(spec, start, old.size, dim)
-    coded = native.ctx_encode(model, pattern(dtype, old), grid, _patterns(dtype, changes), room)
-    if coded is None:
-        return None
-    data, sizes, lanes = coded
-    stated = (sizes << 1 | (lanes == MANY_LANES)).tolist()
-    return bytes((dim,)) + b"".join(map(_varint, (_band(spec, dim), *stated))), data
+    if dtype.integer:
+        old, changes = pattern(dtype, old), _patterns(dtype, changes)
+    coded = native.ctx_encode(model, old, grid, changes, room)
+    return None if coded is None else (bytes((dim,)) + _varint(_band(spec, dim)) + coded[0], coded[1])
 
 
-@lru_cache(maxsize=1 << 14)  # most tiles take a few hundred bytes
+@lru_cache(maxsize=1 << 10)
 def _varint(value: int) -> bytes:
     """A number as LEB128."""
     return bytes((value & 0x7F | 0x80,)) + _varint(value >> 7) if value >= 0x80 else bytes((value,))
@@ -207,32 +214,17 @@ def _varint(value: int) -> bytes:
 
 def read_header(spec: TensorSpec, start: int, count: int, index: Buffer, size: int) -> CtxHeader:
     """Read the index stream of a block whose tiles take `size` bytes; MalformedObject if it is not one."""
-    values = _varints(index[1:])
-    if not values:
-        raise MalformedObject(f"a ctx index stream of {len(index)} bytes")
-    grid = ctx_tiles.grid(spec.shape, start, count, index[0], values[0])
-    if len(values) != grid.tiles + 1:
-        raise MalformedObject(
-            f"a ctx index stream of {len(values) - 1} tiles, where the block is cut into {grid.tiles}"
-        )
-    stated = np.array(values[1:], np.int64)
-    sizes, lanes = stated >> 1, np.where(stated & 1, MANY_LANES, 1).astype(np.uint8)
-    if (total := int(sizes.sum())) != size:
-        raise MalformedObject(f"ctx tiles of {total} bytes in a stream of {size}")
-    return CtxHeader(grid, dtypes.by_name(spec.dtype), sizes, lanes)
+    band, at = _first_varint(index)
+    grid = ctx_tiles.grid(spec.shape, start, count, index[0], band)
+    stated = native.ctx_index(np.frombuffer(index, np.uint8)[at:], grid.tiles, size)
+    return CtxHeader(grid, dtypes.by_name(spec.dtype), stated)
 
 
-def _varints(data: Buffer) -> list[int]:
-    """LEB128 numbers below 2**28; MalformedObject for larger ones, or one that is cut off."""
-    found, value, shift = [], 0, 0
-    for byte in bytes(data):
-        value |= (byte & 0x7F) << shift
-        shift += 7
-        if byte < 0x80:
-            found.append(value)
-            value = shift = 0
-        elif shift == 28:
-            raise MalformedObject("a ctx index stream with a number of 2**28 or more")
-    if shift:
-        raise MalformedObject("a ctx index stream that ends inside a number")
-    return found
+def _first_varint(index: Buffer) -> tuple[int, int]:
+    """The LEB128 number below 2**28 that follows the first byte, and where it ends; MalformedObject if none does."""
+    value = 0
+    for at in range(1, min(len(index), 5)):
+        value |= (index[at] & 0x7F) << 7 * (at - 1)
+        if index[at] < 0x80:
+            return value, at + 1
+    raise MalformedObject(f"a ctx index stream of {len(index)} bytes that does not state its bands")

@@ -12,13 +12,11 @@ from vllm_delta_sync.wire.dtypes import Dtype
 
 
 def pattern(dtype: Dtype, bits: Bits) -> Bits:
-    """Bits uW[n] of a dtype as patterns uW[n]: those of a float themselves, an integer's as a float of its order."""
+    """Bits uW[n] of a dtype as patterns uW[n]: those of a float themselves, an integer's as a float of its order.
+
+    A pattern's pattern is the bits that it was made from.
+    """
     return _ordered(bits) if dtype.integer else bits
-
-
-def moved(dtype: Dtype, old: Bits, steps: Bits) -> Bits:
-    """What steps uW[n] make of bits uW[n]."""
-    return old + steps if dtype.integer else _ordered(_ordered(old) + steps)
 
 
 def _ordered(bits: Bits) -> Bits:

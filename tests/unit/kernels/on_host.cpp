@@ -14,7 +14,7 @@ constexpr int kUnknownWidth = 1;
 bool backwards = false;
 
 template <typename T>
-int decode(const void* tiles, int64_t count, const void* blocks, int64_t block_count, const void* models, void* positions, void* steps,
+int decode(const void* tiles, int64_t count, const void* blocks, int64_t block_count, const void* models, void* positions, void* values,
            void* outcomes) {
   using namespace vds::ctx;
   std::memset(outcomes, 0, static_cast<size_t>(block_count) * sizeof(Outcome));
@@ -22,7 +22,7 @@ int decode(const void* tiles, int64_t count, const void* blocks, int64_t block_c
     const auto shared = std::make_unique<Shared>();
     std::memset(static_cast<void*>(shared.get()), 0xA5, sizeof(Shared));  // as little to be relied on as a device's
     run_tile(static_cast<const TileJob*>(tiles)[i], static_cast<const BlockJob*>(blocks), static_cast<const ClassRow*>(models),
-             static_cast<Outcome*>(outcomes), static_cast<uint32_t*>(positions), static_cast<T*>(steps), *shared,
+             static_cast<Outcome*>(outcomes), static_cast<uint32_t*>(positions), static_cast<T*>(values), *shared,
              vds::HostTeam<vds::ctx::kTeam>{backwards});
   }
   return 0;
@@ -59,11 +59,11 @@ VDS_API const char* vds_cuda_error(int) { return "invalid argument"; }
 VDS_API void vds_run_backwards(int whether) { backwards = whether != 0; }
 
 VDS_API int vds_cuda_ctx_decode(int width, const void* tiles, int64_t count, const void* blocks, int64_t block_count,
-                                const void* models, void* positions, void* steps, void* outcomes, void*) {
+                                const void* models, void* positions, void* values, void* outcomes, void*) {
   switch (width) {
-    case 1: return decode<uint8_t>(tiles, count, blocks, block_count, models, positions, steps, outcomes);
-    case 2: return decode<uint16_t>(tiles, count, blocks, block_count, models, positions, steps, outcomes);
-    case 4: return decode<uint32_t>(tiles, count, blocks, block_count, models, positions, steps, outcomes);
+    case 1: return decode<uint8_t>(tiles, count, blocks, block_count, models, positions, values, outcomes);
+    case 2: return decode<uint16_t>(tiles, count, blocks, block_count, models, positions, values, outcomes);
+    case 4: return decode<uint32_t>(tiles, count, blocks, block_count, models, positions, values, outcomes);
     default: return kUnknownWidth;
   }
 }

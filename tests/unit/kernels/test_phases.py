@@ -8,20 +8,20 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.unit.kernels.on_host import COMPILER, HostLibrary, build
+from tests.unit.kernels.on_host import HostLibrary, build, needs_compiler
 from tests.unit.native import test_ctx
-from tests.unit.native.test_ctx import cases, model_of, spread, strips, walk
+from tests.unit.native.ctx_cases import cases, encode, model_of, spread, strips, walk
 from vllm_delta_sync import native
 from vllm_delta_sync.errors import MalformedObject
 from vllm_delta_sync.kernels import ctx, cuda
 from vllm_delta_sync.kernels.ctx import CodedBlock
+from vllm_delta_sync.kernels.upload import to_device
 from vllm_delta_sync.native import Changes, CtxGrid, CtxModel
 from vllm_delta_sync.native.ctx_types import GAP_END, GAP_ESCAPE, GAP_SYMBOLS, STEP_ESCAPE, STEP_SYMBOLS
 from vllm_delta_sync.native.portable_ctx import _Writer
 
-pytestmark = pytest.mark.skipif(COMPILER is None, reason="no C++ compiler on this machine to compile the kernels with")
+pytestmark = needs_compiler
 quick = settings(max_examples=25, deadline=None)
-SIGNED = {1: np.uint8, 2: np.int16, 4: np.int32, 8: np.int64}
 Case = tuple[np.ndarray, np.ndarray, CtxGrid, list[int], int]
 
 
@@ -31,29 +31,24 @@ def library(tmp_path_factory: pytest.TempPathFactory) -> HostLibrary:
 
 
 def tensor(bits: np.ndarray) -> torch.Tensor:
-    return torch.from_numpy(bits.view(SIGNED[bits.itemsize]).copy())
+    return to_device(bits.copy(), torch.device("cpu"))
 
 
 def coded(old: np.ndarray, changes: Changes, grid: CtxGrid, last: list[int], seed: int) -> CodedBlock:
     model = model_of(native, last, seed)
-    data, sizes, lanes = native.ctx_encode(model, old, grid, changes, 1 << 22)
-    return CodedBlock(model, tensor(old), grid, sizes, lanes, data, np.ones(grid.tiles, np.uint8), changes.old.size)
+    return CodedBlock(model, tensor(old), grid, *encode(native, model, old, grid, changes), changes.old.size)
+
+
+def listed(found: ctx.Decoded | None) -> tuple[list[int], list[int]] | None:
+    return None if found is None else (found[0].tolist(), found[1].tolist())
 
 
 def on_cpu(block: CodedBlock) -> tuple[list[int], list[int]] | None:
-    old = block.old.numpy().view(f"u{block.old.element_size()}")
-    try:
-        found = native.ctx_decode(
-            block.model, old, block.grid, block.sizes, block.lanes, block.data, block.wanted, block.changed
-        )
-    except MalformedObject:
-        return None
-    return found[0].tolist(), found[1].tolist()
+    return listed(ctx.decode_on_host(block))
 
 
 def on_host(library: HostLibrary, *blocks: CodedBlock) -> list[tuple[list[int], list[int]] | None]:
-    found = ctx.decode(library, blocks, 0)
-    return [None if one is None else (one[0].tolist(), one[1].tolist()) for one in found]
+    return [listed(found) for found in ctx.decode(library, blocks, 0)]
 
 
 def edited(block: CodedBlock, **columns: object) -> CodedBlock:
@@ -81,8 +76,8 @@ def test_damaged_tiles_are_refused_exactly_where_the_cpu_refuses_them(
     stream = block.data.copy()
     for _ in range(data.draw(st.integers(1, 4)) if stream.size else 0):
         stream[data.draw(st.integers(0, stream.size - 1))] ^= data.draw(st.integers(1, 255))
-    lanes = np.where(block.lanes == 1, 4, 1).astype(np.uint8) if data.draw(st.booleans()) else block.lanes
-    damaged = edited(block, data=stream, lanes=lanes, changed=old.size)
+    stated = block.stated ^ data.draw(st.integers(0, 1))
+    damaged = edited(block, data=stream, stated=stated, changed=old.size)
     assert on_host(library, damaged) == [on_cpu(damaged)]
 
 
@@ -94,7 +89,7 @@ def test_tiles_of_the_largest_size_and_rows_of_any_alignment(library: HostLibrar
     step = rng.integers(1, 400, old.size).astype(np.uint16)
     new = np.where(rng.random(old.size) < share, old + step, old).astype(np.uint16)
     block = coded(old, native.diff(old.copy(), new, advance=False), grid, [100, 113, 116, 118, 119, 255], 1)
-    assert set(block.lanes.tolist()) == {4 if share > 0.1 else 1}
+    assert set((block.stated & 1).tolist()) == {int(share > 0.1)}
     assert on_host(library, block) == [on_cpu(block)]
     moved = torch.empty(old.size + 1, dtype=torch.int16)[1:].copy_(block.old)  # two bytes off
     assert on_host(library, edited(block, old=moved)) == [on_cpu(block)]
@@ -130,10 +125,10 @@ def test_more_changes_than_stated_are_refused_and_none_is_written_beyond_the_roo
     tiles, jobs, models = ctx._tables([edited(block, changed=room)])
     tiles[:, 6] += block.data.ctypes.data
     positions = np.full(room + 64, 0xABABABAB, np.uint32)
-    steps, outcome = np.full(room + 64, 0xABAB, np.uint16), np.zeros((1, 2), np.uint32)
-    addresses = [column.ctypes.data for column in (models, positions, steps, outcome)]
+    values, outcome = np.full(room + 64, 0xABAB, np.uint16), np.zeros((1, 2), np.uint32)
+    addresses = [column.ctypes.data for column in (models, positions, values, outcome)]
     library.ctx_decode(2, tiles.ctypes.data, len(tiles), jobs.ctypes.data, 1, *addresses, 0)
-    assert outcome[0, 1] and (positions[room:] == 0xABABABAB).all() and (steps[room:] == 0xABAB).all()
+    assert outcome[0, 1] and (positions[room:] == 0xABABABAB).all() and (values[room:] == 0xABAB).all()
     assert on_host(library, edited(block, changed=room)) == [None]
 
 
@@ -141,7 +136,8 @@ class OnHost:
     """The host's encoder with the device's decoder, as `test_ctx` wants an implementation."""
 
     def __init__(self, library: HostLibrary) -> None:
-        self.library, self.ctx_model, self.ctx_encode = library, native.ctx_model, native.ctx_encode
+        self.library, self.ctx_model = library, native.ctx_model
+        self.ctx_encode, self.ctx_index = native.ctx_encode, native.ctx_index
 
     def ctx_decode(self, model: CtxModel, old: np.ndarray, *rest: object) -> tuple[np.ndarray, np.ndarray]:
         (found,) = ctx.decode(self.library, [CodedBlock(model, tensor(old), *rest)], 0)
@@ -166,8 +162,8 @@ def test_what_is_said_of_single_tiles_holds_for_the_device_too(library: HostLibr
 
 def single(data: bytes, model: CtxModel) -> CodedBlock:
     """A tile of four elements."""
-    grid, sizes, one = CtxGrid(1, 4, strips(4)), np.array([len(data)]), np.ones(1, np.uint8)
-    return CodedBlock(model, tensor(test_ctx.WORKED), grid, sizes, one, np.frombuffer(data, np.uint8), one, 4)
+    grid, stated = CtxGrid(1, 4, strips(4)), np.array([len(data) << 1])
+    return CodedBlock(model, tensor(test_ctx.WORKED), grid, stated, np.frombuffer(data, np.uint8), 4)
 
 
 @pytest.mark.parametrize(("symbol", "bits", "sound"), [(119, 12, True), (120, 13, False)])

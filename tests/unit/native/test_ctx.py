@@ -9,84 +9,19 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from tests.unit.native.ctx_cases import cases, encode, implementations, model_of, spread, strips, walk
 from vllm_delta_sync import native
 from vllm_delta_sync.errors import MalformedObject
 from vllm_delta_sync.native import Changes, CtxGrid, CtxModel, portable_ctx
 from vllm_delta_sync.native.ctx_types import GAP_END, GAP_ESCAPE, GAP_SYMBOLS, STEP_ESCAPE, STEP_SYMBOLS, TOTAL
 
 quick = settings(max_examples=30, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-SPECIAL = [0x0000, 0x8000, 0x7F80, 0xFF80, 0x7FC1, 0xFFFF, 0x7F81, 0x0001, 0x8001, 0x007F, 0x3F80, 0xBF80, 0x7F7F]
-
-
-def implementations() -> list[ModuleType]:
-    try:
-        from vllm_delta_sync.native import ctx_cpu
-    except ImportError:
-        return [portable_ctx]
-    return [portable_ctx, ctx_cpu]
 
 
 @pytest.fixture(params=implementations(), ids=lambda module: module.__name__.rsplit(".", 1)[-1])
 def ctx(request: pytest.FixtureRequest) -> ModuleType:
     module: ModuleType = request.param
     return module
-
-
-def spread(symbols: int, common: dict[int, int]) -> np.ndarray:
-    """Frequencies: `common` as given, and what is left to the first of them."""
-    found = np.zeros(symbols, np.uint16)
-    for symbol, frequency in common.items():
-        found[symbol] = frequency
-    found[next(iter(common))] += TOTAL - int(found.sum())
-    return found
-
-
-def model_of(ctx: ModuleType, last: list[int], seed: int) -> CtxModel:
-    """A model whose classes end at these contexts. It escapes what a seeded half of the symbols would have said."""
-    rng = np.random.default_rng(seed)
-    gaps, steps = [], []
-    for _ in last:
-        for found, symbols, always in (
-            (gaps, GAP_SYMBOLS, (GAP_END, GAP_ESCAPE)),
-            (steps, STEP_SYMBOLS, (STEP_ESCAPE,)),
-        ):
-            some = [s for s in range(symbols) if rng.random() < 0.5 and s not in always]
-            found.append(spread(symbols, {symbol: 1 + int(rng.integers(0, 9)) for symbol in (*always, *some)}))
-    made: CtxModel = ctx.ctx_model(np.array(last, np.uint8), np.array(gaps), np.array(steps))
-    return made
-
-
-def strips(*columns: int) -> np.ndarray:
-    edges = np.cumsum([0, *columns])
-    return np.stack([edges[:-1], np.array(columns)], axis=1).astype(np.int64)
-
-
-@st.composite
-def cases(draw: st.DrawFn) -> tuple[np.ndarray, np.ndarray, CtxGrid, list[int], int]:
-    """old, new uW, a grid over them, where classes end, and a seed."""
-    dtype = np.dtype(draw(st.sampled_from([np.uint8, np.uint16, np.uint32])))
-    rows, columns = draw(st.sampled_from([(1, (1,)), (1, (70, 130)), (5, (64,)), (9, (3, 5)), (40, (36, 36, 11))]))
-    grid = CtxGrid(rows, sum(columns), strips(*columns))
-    seed = draw(st.integers(0, 2**32 - 1))
-    rng = np.random.default_rng(seed)
-    old = rng.integers(0, 256, grid.elements * dtype.itemsize, np.uint8).view(dtype)
-    if dtype.itemsize == 2:  # weights of a few exponents, and what is special
-        old = (rng.normal(0, 1e-2, grid.elements).astype(np.float32).view(np.uint32) >> 16).astype(np.uint16)
-        places = rng.integers(0, old.size, min(old.size, len(SPECIAL)))
-        old[places] = rng.choice(SPECIAL, places.size)
-    share = draw(st.sampled_from([0.0, 0.02, 0.4, 1.0]))
-    noise = rng.integers(1, draw(st.sampled_from([3, 256])), old.size).astype(dtype)
-    new = np.where(rng.random(old.size) < share, old + noise, old).astype(dtype)
-    last = sorted(rng.choice(255, draw(st.integers(0, 15)), replace=False).tolist())
-    return old, new, grid, [*last, 255], seed
-
-
-def stepped(old: np.ndarray, steps: np.ndarray) -> np.ndarray:
-    """k(new) = k(old) + step, for any width."""
-    half = 1 << (8 * old.itemsize - 1)
-    rank = np.where(old >= half, half - 1 - old.astype(np.int64), old.astype(np.int64))
-    moved = (rank + steps.astype(np.int64)) % (2 * half)
-    return np.where(moved >= half, (half - 1 - moved) % (2 * half), moved).astype(old.dtype)
 
 
 @quick
@@ -97,11 +32,10 @@ def test_any_change_of_any_bits_comes_out_as_it_went_in(
     old, new, grid, last, seed = case
     changes = native.diff(old.copy(), new, advance=False)
     model = model_of(ctx, last, seed)
-    data, sizes, lanes = ctx.ctx_encode(model, old, grid, changes, 1 << 20)
-    wanted = np.ones(grid.tiles, np.uint8)
-    positions, steps = ctx.ctx_decode(model, old, grid, sizes, lanes, data, wanted, changes.positions.size)
+    coded = encode(ctx, model, old, grid, changes)
+    positions, values = ctx.ctx_decode(model, old, grid, *coded, changes.positions.size)
     np.testing.assert_array_equal(positions, changes.positions)
-    np.testing.assert_array_equal(stepped(changes.old, steps), changes.new)
+    np.testing.assert_array_equal(values, changes.new)
 
 
 @quick
@@ -111,10 +45,7 @@ def test_both_implementations_write_the_same_bytes(
 ) -> None:
     old, new, grid, last, seed = case
     changes = native.diff(old.copy(), new, advance=False)
-    written = [
-        tuple(part.tobytes() for part in ctx.ctx_encode(model_of(ctx, last, seed), old, grid, changes, 1 << 20))
-        for ctx in implementations()
-    ]
+    written = [ctx.ctx_encode(model_of(ctx, last, seed), old, grid, changes, 1 << 20) for ctx in implementations()]
     counted = []
     for ctx in implementations():
         classes, contexts = native.Tally.of_classes(len(last)), native.Tally.of_contexts()
@@ -133,46 +64,38 @@ def test_damaged_bytes_are_refused_or_lead_inside_the_block_and_both_implementat
     old, new, grid, last, seed = case
     changes = native.diff(old.copy(), new, advance=False)
     outcomes = []
-    stream, sizes, lanes = portable_ctx.ctx_encode(model_of(portable_ctx, last, seed), old, grid, changes, 1 << 20)
+    stated, stream = encode(portable_ctx, model_of(portable_ctx, last, seed), old, grid, changes)
     stream = stream.copy()
     for _ in range(data.draw(st.integers(1, 4)) if stream.size else 0):
         stream[data.draw(st.integers(0, stream.size - 1))] ^= data.draw(st.integers(1, 255))
     if data.draw(st.booleans()):
-        lanes = np.where(lanes == 1, 4, 1).astype(np.uint8)
+        stated = stated ^ 1
     for ctx in implementations():
-        wanted = np.ones(grid.tiles, np.uint8)
         try:
-            found = ctx.ctx_decode(model_of(ctx, last, seed), old, grid, sizes, lanes, stream, wanted, old.size)
+            found = ctx.ctx_decode(model_of(ctx, last, seed), old, grid, stated, stream, old.size)
         except MalformedObject:
             outcomes.append("refused")
             continue
-        positions, steps = found
-        assert positions.size == steps.size and (steps != 0).all()
+        positions, values = found
         assert (np.diff(positions.astype(np.int64)) > 0).all() and (positions < old.size).all()
-        outcomes.append((positions.tolist(), steps.tolist()))
+        assert (values != old[positions]).all()
+        outcomes.append((positions.tolist(), values.tolist()))
     assert outcomes[0] == outcomes[-1]
-
-
-def walk(seed: int, rows: int, columns: int) -> tuple[np.ndarray, Changes]:
-    rng = np.random.default_rng(seed)
-    old = (rng.normal(0, 1e-2, rows * columns).astype(np.float32).view(np.uint32) >> 16).astype(np.uint16)
-    new = np.where(rng.random(old.size) < 0.05, old + rng.integers(1, 3, old.size).astype(np.uint16), old)
-    return old, native.diff(old.copy(), new.astype(np.uint16), advance=False)
 
 
 def test_a_tile_is_decoded_from_its_own_old_values_alone(ctx: ModuleType) -> None:
     old, changes = walk(1, 50, 96)
     grid = CtxGrid(50, 96, strips(32, 32, 32))
     model = model_of(ctx, [110, 255], 1)
-    data, sizes, lanes = ctx.ctx_encode(model, old, grid, changes, 1 << 20)
+    coded = encode(ctx, model, old, grid, changes)
     elsewhere = np.full((50, 96), 0xFFFF, np.uint16)
     elsewhere[:, 32:64] = old.reshape(50, 96)[:, 32:64]
     wanted = np.array([0, 1, 0], np.uint8)
-    positions, steps = ctx.ctx_decode(model, elsewhere.reshape(-1), grid, sizes, lanes, data, wanted, changes.old.size)
+    positions, values = ctx.ctx_decode(model, elsewhere.reshape(-1), grid, *coded, changes.old.size, wanted)
     own = (changes.positions % 96 >= 32) & (changes.positions % 96 < 64)
     assert own.any()
     np.testing.assert_array_equal(positions, changes.positions[own])
-    np.testing.assert_array_equal(stepped(changes.old[own], steps), changes.new[own])
+    np.testing.assert_array_equal(values, changes.new[own])
 
 
 def test_a_tile_of_many_changes_has_four_states_and_reads_the_same() -> None:
@@ -182,12 +105,10 @@ def test_a_tile_of_many_changes_has_four_states_and_reads_the_same() -> None:
     new = np.where(rng.random(old.size) < 0.5, old + np.uint16(1), old).astype(np.uint16)
     changes = native.diff(old.copy(), new, advance=False)
     grid, model = CtxGrid(1, old.size, strips(old.size)), model_of(ctx, [63, 127, 255], 2)
-    data, sizes, lanes = ctx.ctx_encode(model, old, grid, changes, 1 << 20)
-    assert lanes.tolist() == [4] and sizes.tolist() == [data.size]
+    stated, data = encode(ctx, model, old, grid, changes)
+    assert stated.tolist() == [data.size << 1 | 1]
     for reader in implementations():
-        positions, _ = reader.ctx_decode(
-            model_of(reader, [63, 127, 255], 2), old, grid, sizes, lanes, data, np.ones(1, np.uint8), changes.old.size
-        )
+        positions, _ = reader.ctx_decode(model_of(reader, [63, 127, 255], 2), old, grid, stated, data, changes.old.size)
         np.testing.assert_array_equal(positions, changes.positions)
 
 
@@ -200,17 +121,15 @@ def test_a_block_of_many_tiles_has_none_larger_than_allowed() -> None:
         [0, 4, 150_000, 50_000],
     ]
     model = model_of(ctx, [110, 115, 255], 4)
-    data, sizes, lanes = ctx.ctx_encode(model, old, grid, changes, old.nbytes)
-    wanted = np.ones(grid.tiles, np.uint8)
-    positions, steps = ctx.ctx_decode(model, old, grid, sizes, lanes, data, wanted, changes.old.size)
+    positions, values = ctx.ctx_decode(model, old, grid, *encode(ctx, model, old, grid, changes), changes.old.size)
     np.testing.assert_array_equal(positions, changes.positions)
-    np.testing.assert_array_equal(stepped(changes.old, steps), changes.new)
+    np.testing.assert_array_equal(values, changes.new)
 
 
 def test_what_does_not_fit_the_room_is_not_written(ctx: ModuleType) -> None:
     old, changes = walk(2, 10, 64)
     grid, model = CtxGrid(10, 64, strips(64)), model_of(ctx, [255], 1)
-    data, _, _ = ctx.ctx_encode(model, old, grid, changes, 1 << 20)
+    _, data = encode(ctx, model, old, grid, changes)
     assert ctx.ctx_encode(model, old, grid, changes, data.size) is not None
     assert ctx.ctx_encode(model, old, grid, changes, data.size - 1) is None
 
@@ -234,18 +153,18 @@ def test_what_a_model_cannot_say_is_not_written(ctx: ModuleType, gaps: dict[int,
 def test_more_changes_than_stated_are_refused(ctx: ModuleType) -> None:
     old, changes = walk(2, 10, 64)
     grid, model = CtxGrid(10, 64, strips(32, 32)), model_of(ctx, [255], 1)
-    data, sizes, lanes = ctx.ctx_encode(model, old, grid, changes, 1 << 20)
+    coded = encode(ctx, model, old, grid, changes)
     with pytest.raises(MalformedObject, match="more than"):
-        ctx.ctx_decode(model, old, grid, sizes, lanes, data, np.ones(2, np.uint8), changes.old.size - 1)
+        ctx.ctx_decode(model, old, grid, *coded, changes.old.size - 1)
 
 
 @pytest.mark.parametrize("cut", [0, 1, -1], ids=["whole", "short", "long"])
 def test_every_byte_of_a_tile_counts(ctx: ModuleType, cut: int) -> None:
     old, changes = walk(6, 10, 64)
     grid, model = CtxGrid(10, 64, strips(64)), model_of(ctx, [255], 3)
-    data, _, lanes = ctx.ctx_encode(model, old, grid, changes, 1 << 20)
+    _, data = encode(ctx, model, old, grid, changes)
     data = np.concatenate([data, np.zeros(1, np.uint8)])[: data.size - cut]
-    decode = (model, old, grid, np.array([data.size]), lanes, data, np.ones(1, np.uint8), changes.old.size)
+    decode = (model, old, grid, np.array([data.size << 1]), data, changes.old.size)
     if cut == 0:
         assert ctx.ctx_decode(*decode)[0].size == changes.old.size
         return
@@ -256,11 +175,31 @@ def test_every_byte_of_a_tile_counts(ctx: ModuleType, cut: int) -> None:
 def test_sizes_that_are_not_the_datas_are_refused(ctx: ModuleType) -> None:
     old, _ = walk(6, 10, 64)
     grid, model = CtxGrid(10, 64, strips(32, 32)), model_of(ctx, [255], 3)
-    for sizes in ([9, 0], [-1, 9], [4, 5]):
-        with pytest.raises(MalformedObject, match="in a stream of 8"):
-            ctx.ctx_decode(
-                model, old, grid, np.array(sizes), np.ones(2, np.uint8), np.zeros(8, np.uint8), np.ones(2, np.uint8), 9
-            )
+    for sizes in ([9, 0], [-1, 9], [4, 5], [4, 3], [1 << 62, -(1 << 62) + 8]):
+        with pytest.raises(MalformedObject, match=r"of 8|not all"):
+            ctx.ctx_decode(model, old, grid, np.array(sizes) << 1, np.zeros(8, np.uint8), 9)
+
+
+@pytest.mark.parametrize(
+    ("index", "stated"),
+    [
+        ("0a 03", [10, 3]),
+        ("8a 00 03", [10, 3]),  # longer than it needs to be
+        ("0a", None),
+        ("0a 83", None),
+        ("0a 03 00", None),
+        ("0a 05", None),  # 7 bytes
+        ("0a ff ff ff ff 01", None),
+        ("", None),
+    ],
+)
+def test_an_index_states_each_tile_and_nothing_else(ctx: ModuleType, index: str, stated: list[int] | None) -> None:
+    stream = np.frombuffer(bytes.fromhex(index), np.uint8)
+    if stated is None:
+        with pytest.raises(MalformedObject, match="index"):
+            ctx.ctx_index(stream, 2, 6)
+    else:
+        assert ctx.ctx_index(stream, 2, 6).tolist() == stated
 
 
 @pytest.mark.parametrize(
@@ -309,9 +248,9 @@ def worked_model(ctx: ModuleType) -> CtxModel:
 
 
 def read_worked(ctx: ModuleType, tile: str, old: np.ndarray) -> list[int]:
-    data, one = np.frombuffer(bytes.fromhex(tile), np.uint8), np.ones(1, np.uint8)
-    grid, sizes = CtxGrid(1, old.size, strips(old.size)), np.array([data.size])
-    positions: np.ndarray = ctx.ctx_decode(worked_model(ctx), old, grid, sizes, one, data, one, 4)[0]
+    data = np.frombuffer(bytes.fromhex(tile), np.uint8)
+    grid, stated = CtxGrid(1, old.size, strips(old.size)), np.array([data.size << 1])
+    positions: np.ndarray = ctx.ctx_decode(worked_model(ctx), old, grid, stated, data, 4)[0]
     return positions.tolist()
 
 
@@ -319,10 +258,9 @@ def test_the_bytes_are_those_of_the_protocol(ctx: ModuleType) -> None:
     """The worked tile of docs/protocol.md."""
     new = np.array([0x3C00, 0x3C02, 0xBC03, 0x3F80], np.uint16)
     changes = native.diff(WORKED.copy(), new, advance=False)
-    data, sizes, lanes = ctx.ctx_encode(worked_model(ctx), WORKED, CtxGrid(1, 4, strips(4)), changes, 100)
+    index, data = ctx.ctx_encode(worked_model(ctx), WORKED, CtxGrid(1, 4, strips(4)), changes, 100)
     # Gaps 1, 0 and the end, 2 bits each; two steps away from zero, 1 bit each.
-    assert (sizes.tolist(), lanes.tolist()) == ([4], [1])
-    assert data.tobytes().hex(" ") == "00 84 00 01"
+    assert (index.hex(" "), data.hex(" ")) == ("08", "00 84 00 01")
     assert read_worked(ctx, "00 84 00 01", WORKED) == [1, 2]
 
 
@@ -341,12 +279,12 @@ def test_a_rank_beyond_the_last_member_is_refused(ctx: ModuleType) -> None:
 def test_bits_that_fill_the_last_byte_are_zero(ctx: ModuleType) -> None:
     old = np.zeros(64, np.uint16)
     changes = Changes(np.array([40], np.uint32), old[:1], np.array([1], np.uint16))
-    grid, one = CtxGrid(1, 64, strips(64)), np.ones(1, np.uint8)
-    data, sizes, lanes = ctx.ctx_encode(worked_model(ctx), old, grid, changes, 100)  # the gap is escaped: 18 raw bits
-    decode = (worked_model(ctx), old, grid, sizes, lanes)
-    assert ctx.ctx_decode(*decode, data, one, 1)[0].tolist() == [40]
+    grid = CtxGrid(1, 64, strips(64))
+    stated, data = encode(ctx, worked_model(ctx), old, grid, changes)  # the gap is escaped: 18 raw bits
+    decode = (worked_model(ctx), old, grid, stated)
+    assert ctx.ctx_decode(*decode, data, 1)[0].tolist() == [40]
     for bit in range(2, 8):
         damaged = data.copy()
         damaged[-3] ^= 1 << bit
         with pytest.raises(MalformedObject):
-            ctx.ctx_decode(*decode, damaged, one, 1)
+            ctx.ctx_decode(*decode, damaged, 1)
