@@ -132,7 +132,7 @@ def encode(blocks: Sequence[Part], coding: Coding, run: Run = one_by_one) -> lis
 
 
 def _changed(blocks: Sequence[Part], known: dict[Part, Found]) -> Sequence[Part]:
-    """The blocks in which something changed, which are all if that is so of some of them; adds what it saw to `known`."""
+    """The blocks in which something changed: all, if that is so of some of them. Adds what it saw to `known`."""
     known |= {part: Found(part, part.diff()) for part in ctx.chosen(blocks)}
     if all(found.changes.positions.size for found in known.values()):
         return blocks

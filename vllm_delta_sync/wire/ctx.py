@@ -157,8 +157,8 @@ def make_model(samples: Callable[[], Iterator[Sample]], share: float) -> CtxMode
     flat[:, 0] = TOTAL
     classes, found = native.ctx_model(last, flat[:, :GAP_SYMBOLS], flat), native.Tally.of_classes(last.size)
     for index, sample in enumerate(map(_seen, samples())):
-        part = _quarter(_grid(sample.spec, sample.start, sample.old.size, sample.dim), index % 4)
-        native.ctx_tally(classes, sample.old, part, sample.changes, found)
+        some = _quarter(_grid(sample.spec, sample.start, sample.old.size, sample.dim), index % 4)
+        native.ctx_tally(classes, sample.old, some, sample.changes, found)
     # Where changes are few, none may be in what was sampled, and so no end of a tile.
     gaps = ctx_model.frequencies(found.gaps, GAP_END, GAP_ESCAPE)
     return native.ctx_model(last, gaps, ctx_model.frequencies(found.steps, STEP_ESCAPE))

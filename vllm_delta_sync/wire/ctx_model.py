@@ -41,7 +41,9 @@ def classes(members: Counts, steps: Counts, toll: float) -> npt.NDArray[np.uint8
     joined = [left.joined(right) for left, right in pairwise(groups)]
     toll *= math.log(2)
     while joined:
-        costs = [both.nats - left.nats - right.nats for both, (left, right) in zip(joined, pairwise(groups), strict=True)]
+        costs = [
+            both.nats - left.nats - right.nats for both, (left, right) in zip(joined, pairwise(groups), strict=True)
+        ]
         at = min(range(len(costs)), key=costs.__getitem__)
         if len(groups) <= MAX_MADE and costs[at] >= toll:
             break
