@@ -47,6 +47,7 @@ gpu-check:
 lint: setup
 	@$(BIN)/ruff check .
 	@$(BIN)/ruff format --check --quiet .
+	@find csrc tests \( -name '*.h' -o -name '*.cpp' -o -name '*.cu' -o -name '*.cuh' \) -exec $(BIN)/clang-format --dry-run --Werror {} +
 	@$(BIN)/lint-imports --no-cache
 	@$(BIN)/mypy
 
