@@ -1,7 +1,7 @@
-// The commit by a grid of threads, as phases with a barrier of the whole grid behind each: a GPU runs them in one launch and a host can.
-// Writes every live element, or none if one of them is not as expected. One pass: to compare all before any is written would bring each
-// line twice, since an update of millions of elements touches more than a cache holds. Does not launch anything, and does not check
-// addresses: whoever staged the update did.
+// The commit by a grid of threads, as phases with a barrier of the whole grid behind each: a GPU runs them in one
+// launch and a host can. Writes every live element, or none if one of them is not as expected. One pass: to compare all
+// before any is written would bring each line twice, since an update of millions of elements touches more than a cache
+// holds. Does not launch anything, and does not check addresses: whoever staged the update did.
 #pragma once
 
 #include "vds_core.h"
@@ -54,7 +54,8 @@ VDS_HD inline void lower(Index* to, Index found) {
 #endif
 }
 
-// Writes elements thread, thread + stride, … up to the first that is not as expected; returns that one's index, or n or more.
+// Writes elements thread, thread + stride, … up to the first that is not as expected; returns that one's index, or n or
+// more.
 template <typename T>
 VDS_HD inline int64_t write(const Update<T>& update, int64_t thread, int64_t stride) {
   int64_t i = thread;
@@ -84,9 +85,10 @@ VDS_HD inline int64_t write(const Update<T>& update, int64_t thread, int64_t str
   return i;
 }
 
-// *first becomes kNone when everything is written; or the lowest element whose live bits were not as expected, and then all is as it was.
-// It is set by the launch itself, which costs a barrier and no operation of its own on the stream. `grid` calls a phase with the number
-// of each of its threads, then waits for all of them; grid.last() does not wait. Grid::Own keeps a number for each thread.
+// *first becomes kNone when everything is written; or the lowest element whose live bits were not as expected, and then
+// all is as it was. It is set by the launch itself, which costs a barrier and no operation of its own on the stream.
+// `grid` calls a phase with the number of each of its threads, then waits for all of them; grid.last() does not wait.
+// Grid::Own keeps a number for each thread.
 template <typename T, typename Grid>
 VDS_HD void run(const Update<T>& update, Index* first, const Grid& grid) {
   const int64_t stride = grid.threads();
@@ -100,7 +102,8 @@ VDS_HD void run(const Update<T>& update, Index* first, const Grid& grid) {
   });
   grid.last([&](int64_t thread) {
     if (*first == kNone) return;
-    for (int64_t i = thread; i < stopped[thread] && i < update.n; i += stride) {  // what was written was compared equal to `expected` first
+    for (int64_t i = thread; i < stopped[thread] && i < update.n;
+         i += stride) {  // what was written was compared equal to `expected` first
       T* const live = first_of(update, i);
       if (live != nullptr) live[update.offsets[i]] = update.expected[i];
     }

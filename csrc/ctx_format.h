@@ -60,8 +60,8 @@ VDS_HD constexpr uint8_t context(T u) {
 template <typename T>
 constexpr T kSign = static_cast<T>(T{1} << (8 * sizeof(T) - 1));
 
-// Signs of weights and of their steps are as good as random, so what depends on them is computed without a branch: by all ones
-// where there is a sign, and zero elsewhere.
+// Signs of weights and of their steps are as good as random, so what depends on them is computed without a branch: by
+// all ones where there is a sign, and zero elsewhere.
 template <typename T>
 VDS_HD constexpr T if_signed(T u) {
   return static_cast<T>(0 - (u >> (8 * sizeof(T) - 1)));

@@ -1,6 +1,6 @@
-// Comparing two states of a tensor by teams of threads, and compacting what differs in order, as phases with a barrier behind each: a
-// GPU runs them and a host can. Three passes: mark what differs, add up how much that is, write it. Only the first reads both states
-// whole; a bit an element is what the others go by. Does not launch anything.
+// Comparing two states of a tensor by teams of threads, and compacting what differs in order, as phases with a barrier
+// behind each: a GPU runs them and a host can. Three passes: mark what differs, add up how much that is, write it. Only
+// the first reads both states whole; a bit an element is what the others go by. Does not launch anything.
 #pragma once
 
 #include <cstring>
@@ -10,12 +10,12 @@
 namespace vds {
 namespace diff {
 
-constexpr int kTeam = 128;                             // threads that share a tile
-constexpr int kPer = 8;                                // elements of a mask byte
-constexpr int64_t kTileBytes = 8 * kTeam;              // of the mask: one 64-bit word a thread where it is read
-constexpr int64_t kTileElements = kPer * kTileBytes;   // 8192
-constexpr int kAdders = 1024;                          // threads that add up the tiles' counts
-constexpr int kGroup = 8;                              // threads whose counts one thread adds up
+constexpr int kTeam = 128;                            // threads that share a tile
+constexpr int kPer = 8;                               // elements of a mask byte
+constexpr int64_t kTileBytes = 8 * kTeam;             // of the mask: one 64-bit word a thread where it is read
+constexpr int64_t kTileElements = kPer * kTileBytes;  // 8192
+constexpr int kAdders = 1024;                         // threads that add up the tiles' counts
+constexpr int kGroup = 8;                             // threads whose counts one thread adds up
 
 VDS_HD inline int64_t tiles_of(int64_t n) { return (n + kTileElements - 1) / kTileElements; }
 
@@ -54,8 +54,8 @@ VDS_HD inline int first_bit(uint64_t mask) {
 
 // Writes the mask of a tile, u8 [kTileBytes], zero beyond element n, and how many bits are set in it.
 template <typename T, typename Team>
-VDS_HD void mark_tile(int64_t tile, const T* before, const T* after, int64_t n, bool aligned, uint8_t* masks, uint32_t* counts,
-                      uint32_t (&sums)[kTeam], const Team& team) {
+VDS_HD void mark_tile(int64_t tile, const T* before, const T* after, int64_t n, bool aligned, uint8_t* masks,
+                      uint32_t* counts, uint32_t (&sums)[kTeam], const Team& team) {
   team([&](int thread) {
     uint32_t found = 0;
 #if defined(__CUDA_ARCH__)
@@ -118,8 +118,8 @@ struct Columns {
 };
 
 template <typename T, typename Team>
-VDS_HD void write_tile(int64_t tile, T* before, const T* after, const uint8_t* masks, const uint32_t* offsets, bool advance,
-                       const Columns<T>& out, uint32_t (&sums)[kTeam], const Team& team) {
+VDS_HD void write_tile(int64_t tile, T* before, const T* after, const uint8_t* masks, const uint32_t* offsets,
+                       bool advance, const Columns<T>& out, uint32_t (&sums)[kTeam], const Team& team) {
   const auto mask_of = [&](int thread) {
     uint64_t mask;
     std::memcpy(&mask, __builtin_assume_aligned(masks + tile * kTileBytes + 8 * thread, 8), 8);

@@ -1,5 +1,5 @@
-// Runs the phases of commit_phases.h, ctx_decode.h and diff_compact.h on a host, one thread after the other, for tests and fuzzing.
-// Where a thread of a phase relied on another one of it, running them backwards gives other bits.
+// Runs the phases of commit_phases.h, ctx_decode.h and diff_compact.h on a host, one thread after the other, for tests
+// and fuzzing. Where a thread of a phase relied on another one of it, running them backwards gives other bits.
 #pragma once
 
 #include <cstdint>

@@ -1,5 +1,5 @@
-// The `ctx` codec: a block's changes, coded tile by tile against its old values (docs/protocol.md, *ctx*). Does not choose
-// tiles or models, and does not allocate: the caller gives a scratch of vds_ctx_scratch_size bytes.
+// The `ctx` codec: a block's changes, coded tile by tile against its old values (docs/protocol.md, *ctx*). Does not
+// choose tiles or models, and does not allocate: the caller gives a scratch of vds_ctx_scratch_size bytes.
 #include "ctx_grid.h"
 #include "dispatch.h"
 
@@ -40,9 +40,12 @@ const TileKernels<uint32_t>& kernels_for<uint32_t>() {
 
 Scratch tile_scratch(Arena& arena) {
   constexpr int64_t words = kTileElements / 64;
-  return {arena.take<uint8_t>(kTileElements + 64), arena.take<uint64_t>(words), arena.take<uint32_t>(words + kMembersSlack),
+  return {arena.take<uint8_t>(kTileElements + 64),
+          arena.take<uint64_t>(words),
+          arena.take<uint32_t>(words + kMembersSlack),
           arena.take<uint32_t>(kTileElements),
-          arena.take<uint32_t>(2 * kTileElements + kMaxClasses), arena.take<uint16_t>(2 * kTileElements + kMaxClasses + 1),
+          arena.take<uint32_t>(2 * kTileElements + kMaxClasses),
+          arena.take<uint16_t>(2 * kTileElements + kMaxClasses + 1),
           arena.take<uint8_t>(8 * kTileElements + 8)};
 }
 
@@ -65,8 +68,8 @@ struct Coding {
 
 // Behind the bytes, whose place is `room`, comes the index.
 template <typename T>
-int64_t encode(const Model& model, const T* old, const Grid& grid, const Changes<T>& changes, void* memory, int64_t size, int64_t room,
-               int64_t* index_size) {
+int64_t encode(const Model& model, const T* old, const Grid& grid, const Changes<T>& changes, void* memory,
+               int64_t size, int64_t room, int64_t* index_size) {
   if (!changes.ascend_below(grid.rows * grid.row_length)) return kUnsorted;
   Arena arena(memory);
   uint8_t* const out = arena.take<uint8_t>(room);
@@ -80,8 +83,8 @@ int64_t encode(const Model& model, const T* old, const Grid& grid, const Changes
     const TileChanges<T> own = coding.sorted.of(t);
     const int lanes = own.n < kLaneChanges ? 1 : kMaxLanes;
     const int64_t taken = own.n == 0 ? 0
-                                     : kernels_for<T>().encode(model, {old, grid.row_length}, tile, next, own, lanes, coding.scratch,
-                                                               out + written, room - written);
+                                     : kernels_for<T>().encode(model, {old, grid.row_length}, tile, next, own, lanes,
+                                                               coding.scratch, out + written, room - written);
     if (taken < 0) return false;
     stated = write_varint(static_cast<uint32_t>(taken) << 1 | (lanes == kMaxLanes), stated);
     written += taken;
@@ -92,8 +95,8 @@ int64_t encode(const Model& model, const T* old, const Grid& grid, const Changes
 }
 
 template <typename T>
-int64_t tally(const Model& model, const T* old, const Grid& grid, const Changes<T>& changes, void* memory, int64_t size, uint64_t* gaps,
-              uint64_t* steps) {
+int64_t tally(const Model& model, const T* old, const Grid& grid, const Changes<T>& changes, void* memory, int64_t size,
+              uint64_t* gaps, uint64_t* steps) {
   if (!changes.ascend_below(grid.rows * grid.row_length)) return kUnsorted;
   Arena arena(memory);
   Coding<T> coding(arena, grid, changes.n);
@@ -107,8 +110,8 @@ int64_t tally(const Model& model, const T* old, const Grid& grid, const Changes<
   return 0;
 }
 
-// What decoding needs besides the scratch of a tile: the changes as tiles give them, a mark for each, and how many marks lie before
-// each word of them.
+// What decoding needs besides the scratch of a tile: the changes as tiles give them, a mark for each, and how many
+// marks lie before each word of them.
 template <typename T>
 struct Unordered {
   Unordered(Arena& arena, int64_t elements, int64_t capacity)
@@ -120,7 +123,8 @@ struct Unordered {
   Changed<T> found;
 };
 
-// Whether tiles of these sizes, which are stated as bytes << 1 | whether there are kMaxLanes states, are `size` bytes together.
+// Whether tiles of these sizes, which are stated as bytes << 1 | whether there are kMaxLanes states, are `size` bytes
+// together.
 bool add_up(const int64_t* stated, int64_t tiles, int64_t size) {
   for (int64_t t = 0; t < tiles; ++t) {
     if (stated[t] < 0 || stated[t] >> 1 > size) return false;
@@ -130,8 +134,9 @@ bool add_up(const int64_t* stated, int64_t tiles, int64_t size) {
 }
 
 template <typename T>
-int64_t decode(const Model& model, const T* old, const Grid& grid, const int64_t* stated, const uint8_t* wanted, const uint8_t* data,
-               int64_t size, void* memory, int64_t memory_size, uint32_t* positions, T* values, int64_t capacity) {
+int64_t decode(const Model& model, const T* old, const Grid& grid, const int64_t* stated, const uint8_t* wanted,
+               const uint8_t* data, int64_t size, void* memory, int64_t memory_size, uint32_t* positions, T* values,
+               int64_t capacity) {
   if (!add_up(stated, grid.tiles(), size)) return kMalformed;
   Arena arena(memory);
   const Scratch scratch = tile_scratch(arena);
@@ -143,8 +148,8 @@ int64_t decode(const Model& model, const T* old, const Grid& grid, const int64_t
     const int64_t taken = stated[t] >> 1;
     if (taken > 0 && (wanted == nullptr || wanted[t])) {
       const Changed<T> here{all.found.positions + total, all.found.values + total, all.found.marks};
-      const int64_t n =
-          kernels_for<T>().decode[stated[t] & 1](model, {old, grid.row_length}, tile, next, data, taken, scratch, here, capacity - total);
+      const int64_t n = kernels_for<T>().decode[stated[t] & 1](model, {old, grid.row_length}, tile, next, data, taken,
+                                                               scratch, here, capacity - total);
       if (n < 1) return false;
       total += n;
     }
@@ -171,33 +176,35 @@ VDS_API int64_t vds_ctx_memory(const void* block, int64_t n, int64_t room) {
   return std::max(encoding.used(), decoding.used());
 }
 
-// Encodes n changes of a block, whose strips cover a row, tile by tile: their bytes to the beginning of `memory`, and what the index
-// states of each tile, *index_size bytes in all, behind `room` bytes, rounded up to 64. Returns the size of the bytes, or a Refusal:
-// they take more than `room`, positions do not ascend, or `memory` is too small.
-VDS_API int64_t vds_ctx_encode(int width, const void* model, const void* old, const void* block, const uint32_t* positions,
-                               const void* before, const void* after, int64_t n, void* memory, int64_t size, int64_t room,
-                               int64_t* index_size) {
-#define VDS_CTX_ENCODE(T)                                                                                                   \
-  encode<T>(*static_cast<const Model*>(model), static_cast<const T*>(old), *static_cast<const Grid*>(block),               \
-            {positions, static_cast<const T*>(before), static_cast<const T*>(after), n}, memory, size, room, index_size)
+// Encodes n changes of a block, whose strips cover a row, tile by tile: their bytes to the beginning of `memory`, and
+// what the index states of each tile, *index_size bytes in all, behind `room` bytes, rounded up to 64. Returns the size
+// of the bytes, or a Refusal: they take more than `room`, positions do not ascend, or `memory` is too small.
+VDS_API int64_t vds_ctx_encode(int width, const void* model, const void* old, const void* block,
+                               const uint32_t* positions, const void* before, const void* after, int64_t n,
+                               void* memory, int64_t size, int64_t room, int64_t* index_size) {
+#define VDS_CTX_ENCODE(T)                                                                                    \
+  encode<T>(*static_cast<const Model*>(model), static_cast<const T*>(old), *static_cast<const Grid*>(block), \
+            {positions, static_cast<const T*>(before), static_cast<const T*>(after), n}, memory, size, room, \
+            index_size)
   VDS_CTX_WIDTHS(VDS_CTX_ENCODE, kUnknownWidth)
 #undef VDS_CTX_ENCODE
 }
 
-// Adds the symbols of the tiles to gaps [classes, 74] and steps [classes, 249]; of `model`, only the classes matter. Here strips need
-// not cover a row: what lies in none is not counted. Returns 0 or a Refusal.
-VDS_API int64_t vds_ctx_tally(int width, const void* model, const void* old, const void* block, const uint32_t* positions,
-                              const void* before, const void* after, int64_t n, void* memory, int64_t size, uint64_t* gaps,
-                              uint64_t* steps) {
-#define VDS_CTX_TALLY(T)                                                                                      \
+// Adds the symbols of the tiles to gaps [classes, 74] and steps [classes, 249]; of `model`, only the classes matter.
+// Here strips need not cover a row: what lies in none is not counted. Returns 0 or a Refusal.
+VDS_API int64_t vds_ctx_tally(int width, const void* model, const void* old, const void* block,
+                              const uint32_t* positions, const void* before, const void* after, int64_t n, void* memory,
+                              int64_t size, uint64_t* gaps, uint64_t* steps) {
+#define VDS_CTX_TALLY(T)                                                                                    \
   tally<T>(*static_cast<const Model*>(model), static_cast<const T*>(old), *static_cast<const Grid*>(block), \
            {positions, static_cast<const T*>(before), static_cast<const T*>(after), n}, memory, size, gaps, steps)
   VDS_CTX_WIDTHS(VDS_CTX_TALLY, kUnknownWidth)
 #undef VDS_CTX_TALLY
 }
 
-// Reads what an index states of so many tiles, bytes << 1 | whether there are kMaxLanes states, and nothing else. Returns 0, or
-// what is wrong: 1 it ends early, 2 it has bytes left over, 3 a number is 2^28 or more, 4 the tiles are not `bytes` together.
+// Reads what an index states of so many tiles, bytes << 1 | whether there are kMaxLanes states, and nothing else.
+// Returns 0, or what is wrong: 1 it ends early, 2 it has bytes left over, 3 a number is 2^28 or more, 4 the tiles are
+// not `bytes` together.
 VDS_API int vds_ctx_read_index(const uint8_t* index, int64_t size, int64_t* stated, int64_t tiles, int64_t bytes) {
   const uint8_t* const end = index + size;
   for (int64_t t = 0; t < tiles; ++t) {
@@ -214,15 +221,16 @@ VDS_API int vds_ctx_read_index(const uint8_t* index, int64_t size, int64_t* stat
   return add_up(stated, tiles, bytes) ? 0 : 4;
 }
 
-// Decodes the wanted tiles of a block, or all where there is no `wanted`, against its old values, which need to be right in those
-// tiles only. Returns the number of changes written, positions and new values in ascending order, or a Refusal: `stated` does not
-// add up to `size`, a wanted tile is malformed or holds none, they are more than `capacity`, or `memory` is too small.
+// Decodes the wanted tiles of a block, or all where there is no `wanted`, against its old values, which need to be
+// right in those tiles only. Returns the number of changes written, positions and new values in ascending order, or a
+// Refusal: `stated` does not add up to `size`, a wanted tile is malformed or holds none, they are more than `capacity`,
+// or `memory` is too small.
 VDS_API int64_t vds_ctx_decode(int width, const void* model, const void* old, const void* block, const int64_t* stated,
-                               const uint8_t* wanted, const uint8_t* data, int64_t size, void* memory, int64_t memory_size,
-                               uint32_t* positions, void* values, int64_t capacity) {
-#define VDS_CTX_DECODE(T)                                                                                                      \
-  decode<T>(*static_cast<const Model*>(model), static_cast<const T*>(old), *static_cast<const Grid*>(block), stated, wanted, data, \
-            size, memory, memory_size, positions, static_cast<T*>(values), capacity)
+                               const uint8_t* wanted, const uint8_t* data, int64_t size, void* memory,
+                               int64_t memory_size, uint32_t* positions, void* values, int64_t capacity) {
+#define VDS_CTX_DECODE(T)                                                                                            \
+  decode<T>(*static_cast<const Model*>(model), static_cast<const T*>(old), *static_cast<const Grid*>(block), stated, \
+            wanted, data, size, memory, memory_size, positions, static_cast<T*>(values), capacity)
   VDS_CTX_WIDTHS(VDS_CTX_DECODE, kUnknownWidth)
 #undef VDS_CTX_DECODE
 }

@@ -1,5 +1,5 @@
-// Decodes the tiles of the `ctx` codec. Included once for each instruction set, inside a namespace of its own. Trusts nothing but
-// the lengths it is given. Does not allocate.
+// Decodes the tiles of the `ctx` codec. Included once for each instruction set, inside a namespace of its own. Trusts
+// nothing but the lengths it is given. Does not allocate.
 
 namespace {
 
@@ -9,10 +9,8 @@ using namespace vds::ctx;
 class Places {
  public:
   Places(int64_t row_length, const Tile& tile)
-      : first_(tile.row * row_length + tile.column),
-        columns_(static_cast<uint32_t>(tile.columns)),
-        skip_(row_length - tile.columns),
-        inverse_(((1ull << 40) + columns_ - 1) / columns_) {}
+      : first_(tile.row * row_length + tile.column), columns_(static_cast<uint32_t>(tile.columns)),
+        skip_(row_length - tile.columns), inverse_(((1ull << 40) + columns_ - 1) / columns_) {}
   int64_t operator()(uint32_t element) const { return first_ + element + row(element) * skip_; }
 
  private:
@@ -24,8 +22,8 @@ class Places {
   uint64_t inverse_;
 };
 
-// A tile's bytes: states and words from the front, raw bits from the back. Loops work on a copy, which the compiler can keep in
-// registers.
+// A tile's bytes: states and words from the front, raw bits from the back. Loops work on a copy, which the compiler can
+// keep in registers.
 template <int lanes>
 class Source {
  public:
@@ -50,8 +48,8 @@ class Source {
     const uint32_t slot = state & (kTotal - 1);
     symbol = slots[slot];
     state = (codes[symbol] & 0x1FFF) * (state >> kScale) + slot - (codes[symbol] >> 16);
-    // Whether a word is due is as good as random: taken without a branch wherever there is one. By masks, for a compiler makes a
-    // branch of a choice.
+    // Whether a word is due is as good as random: taken without a branch wherever there is one. By masks, for a
+    // compiler makes a branch of a choice.
     const uint32_t due = 0u - static_cast<uint32_t>(state < kFloor);
     if (end_ - at_ < 2) return due == 0;
     uint16_t word;
@@ -77,8 +75,8 @@ class Source {
     return true;
   }
 
-  // Whether the states are back where coding began, words and raw bits are used up to the last byte, and the bits that fill it
-  // are zero.
+  // Whether the states are back where coding began, words and raw bits are used up to the last byte, and the bits that
+  // fill it are zero.
   bool finished() const {
     for (int i = 0; i < lanes; ++i)
       if (states_[i] != kFloor) return false;
@@ -95,8 +93,8 @@ class Source {
 
 // The positions in its block of a class's elements that change, ascending; their number, or -1.
 template <typename T, int lanes>
-__attribute__((noinline)) int64_t decode_gaps(Source<lanes>& whole, const Class& of, const Members& members, const Places& places,
-                                              const T* block, uint32_t* positions) {
+__attribute__((noinline)) int64_t decode_gaps(Source<lanes>& whole, const Class& of, const Members& members,
+                                              const Places& places, const T* block, uint32_t* positions) {
   Source<lanes> source = whole;
   uint32_t rank = ~0u, word = 0;
   bool sound = false;
@@ -130,8 +128,8 @@ __attribute__((noinline)) int64_t decode_gaps(Source<lanes>& whole, const Class&
 
 // The new values of n elements of a class at these positions.
 template <typename T, int lanes>
-__attribute__((noinline)) bool decode_values(Source<lanes>& whole, const Class& of, const T* block, const uint32_t* positions, int64_t n,
-                                             T* values, uint64_t* marks) {
+__attribute__((noinline)) bool decode_values(Source<lanes>& whole, const Class& of, const T* block,
+                                             const uint32_t* positions, int64_t n, T* values, uint64_t* marks) {
   Source<lanes> source = whole;
   const auto decode = [&](int lane, int64_t i) {
     uint32_t symbol, raw;
@@ -162,7 +160,8 @@ __attribute__((noinline)) bool decode_values(Source<lanes>& whole, const Class& 
 
 // Puts n changes at distinct positions in order. `before` has room for a count for each word of marks.
 template <typename T>
-void order_changes(const Changed<T>& found, int64_t n, int64_t words, uint32_t* before, uint32_t* positions, T* values) {
+void order_changes(const Changed<T>& found, int64_t n, int64_t words, uint32_t* before, uint32_t* positions,
+                   T* values) {
   uint32_t count = 0;
   for (int64_t w = 0; w < words; ++w) {
     before[w] = count;
@@ -170,15 +169,16 @@ void order_changes(const Changed<T>& found, int64_t n, int64_t words, uint32_t* 
   }
   for (int64_t i = 0; i < n; ++i) {
     const uint32_t position = found.positions[i], w = position >> 6;
-    const uint32_t to = before[w] + static_cast<uint32_t>(__builtin_popcountll(found.marks[w] & ((1ull << (position & 63)) - 1)));
+    const uint32_t to =
+        before[w] + static_cast<uint32_t>(__builtin_popcountll(found.marks[w] & ((1ull << (position & 63)) - 1)));
     positions[to] = position;
     values[to] = found.values[i];
   }
 }
 
 template <typename T, int lanes>
-int64_t decode_tile(const Model& model, const Old<T>& old, const Tile& tile, const Tile& next, const uint8_t* data, int64_t size,
-                    const Scratch& scratch, const Changed<T>& out, int64_t room) {
+int64_t decode_tile(const Model& model, const Old<T>& old, const Tile& tile, const Tile& next, const uint8_t* data,
+                    int64_t size, const Scratch& scratch, const Changed<T>& out, int64_t room) {
   Source<lanes> source(data, size);
   if (!source.begin()) return -1;
   read_contexts(old, tile, scratch.contexts);

@@ -1,12 +1,12 @@
-// Encodes the tiles of the `ctx` codec, or counts their symbols. Included once for each instruction set, inside a namespace of its
-// own. Does not allocate.
+// Encodes the tiles of the `ctx` codec, or counts their symbols. Included once for each instruction set, inside a
+// namespace of its own. Does not allocate.
 
 namespace {
 
 using namespace vds::ctx;
 
-// ⌈2^64 / q⌉, with which ⌊x / q⌋ is the upper half of a product: it exceeds 2^64 / q by less than 1, and x, below 2^32, times
-// that is less than 2^64 / q. A division would take half of the time of a symbol.
+// ⌈2^64 / q⌉, with which ⌊x / q⌋ is the upper half of a product: it exceeds 2^64 / q by less than 1, and x, below 2^32,
+// times that is less than 2^64 / q. A division would take half of the time of a symbol.
 struct Reciprocals {
   constexpr Reciprocals() : of() {
     for (uint64_t q = 2; q <= kTotal; ++q) of[q] = ~0ull / q + 1;
@@ -36,7 +36,8 @@ class Symbols {
     filled_ -= whole;
   }
 
-  // Writes the tile and returns its size, or -1 if it takes more than `room` or the model cannot say it. `words` has room for one word a symbol.
+  // Writes the tile and returns its size, or -1 if it takes more than `room` or the model cannot say it. `words` has
+  // room for one word a symbol.
   int64_t write(int lanes, uint16_t* words, uint8_t* out, int64_t room) {
     if (filled_ > 0) raw_[raw_bytes_++] = static_cast<uint8_t>(window_);
     uint32_t states[kMaxLanes] = {kFloor, kFloor, kFloor, kFloor};
@@ -81,11 +82,13 @@ class Coder {
   template <typename T>
   void step(uint32_t c, T z, int64_t i) {
     const Magnitude m = magnitude(z >> 1);
-    put(model_.of[c].step_codes, m.symbol << 1 | (z & 1), m.bits, m.raw, kStepEscape, 8 * static_cast<int>(sizeof(T)), z, i);
+    put(model_.of[c].step_codes, m.symbol << 1 | (z & 1), m.bits, m.raw, kStepEscape, 8 * static_cast<int>(sizeof(T)),
+        z, i);
   }
 
  private:
-  void put(const uint32_t* codes, uint32_t symbol, int bits, uint32_t raw, uint32_t escape, int escape_bits, uint32_t whole, int64_t i) {
+  void put(const uint32_t* codes, uint32_t symbol, int bits, uint32_t raw, uint32_t escape, int escape_bits,
+           uint32_t whole, int64_t i) {
     const bool known = codes[symbol] != 0;
     symbols_.add(codes[known ? symbol : escape], i & last_lane_);
     symbols_.add_raw(known ? raw : whole, known ? bits : escape_bits);
@@ -112,7 +115,8 @@ class Tally {
 
 // Hands the changes of a tile to a coder, class by class: all gaps, the end, all steps.
 template <typename T, typename C>
-void code_changes(const Model& model, const Old<T>& old, const Tile& tile, const Tile& next, const TileChanges<T>& changes, const Scratch& scratch, C& coder) {
+void code_changes(const Model& model, const Old<T>& old, const Tile& tile, const Tile& next,
+                  const TileChanges<T>& changes, const Scratch& scratch, C& coder) {
   read_contexts(old, tile, scratch.contexts);
   Ahead<T> ahead(old, next);
   uint32_t* const order = scratch.elements;
@@ -122,7 +126,8 @@ void code_changes(const Model& model, const Old<T>& old, const Tile& tile, const
     at[c] = ends[c];
     ends[c + 1] += ends[c];
   }
-  for (int64_t i = 0; i < changes.n; ++i) order[at[model.class_of[context(changes.before[i])]]++] = static_cast<uint32_t>(i);
+  for (int64_t i = 0; i < changes.n; ++i)
+    order[at[model.class_of[context(changes.before[i])]]++] = static_cast<uint32_t>(i);
   for (uint32_t c = 0; c < model.classes; ++c) {
     const uint32_t* const own = order + ends[c];
     const int64_t count = ends[c + 1] - ends[c];
@@ -144,8 +149,8 @@ void code_changes(const Model& model, const Old<T>& old, const Tile& tile, const
 }
 
 template <typename T>
-int64_t encode_tile(const Model& model, const Old<T>& old, const Tile& tile, const Tile& next, const TileChanges<T>& changes, int lanes,
-                    const Scratch& scratch, uint8_t* out, int64_t room) {
+int64_t encode_tile(const Model& model, const Old<T>& old, const Tile& tile, const Tile& next,
+                    const TileChanges<T>& changes, int lanes, const Scratch& scratch, uint8_t* out, int64_t room) {
   Symbols symbols(scratch.codes, scratch.raw);
   Coder coder(model, lanes, symbols);
   code_changes(model, old, tile, next, changes, scratch, coder);
@@ -153,8 +158,8 @@ int64_t encode_tile(const Model& model, const Old<T>& old, const Tile& tile, con
 }
 
 template <typename T>
-void tally_tile(const Model& model, const Old<T>& old, const Tile& tile, const Tile& next, const TileChanges<T>& changes, const Scratch& scratch,
-                uint64_t* gaps, uint64_t* steps) {
+void tally_tile(const Model& model, const Old<T>& old, const Tile& tile, const Tile& next,
+                const TileChanges<T>& changes, const Scratch& scratch, uint64_t* gaps, uint64_t* steps) {
   Tally tally(gaps, steps);
   code_changes(model, old, tile, next, changes, scratch, tally);
 }

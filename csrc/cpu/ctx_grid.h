@@ -65,9 +65,9 @@ class Sorted {
  public:
   Sorted(Arena& arena, const Grid& grid, int64_t n)
       : strips_(arena.take<StripTiles>(grid.count)), strip_of_(arena.take<uint16_t>(grid.row_length)),
-        begins_(arena.take<int64_t>(grid.tiles())), ends_(arena.take<int64_t>(grid.tiles())), tiles_(arena.take<uint16_t>(n)),
-        elements_(arena.take<uint32_t>(n)), moved_(arena.take<uint32_t>(n)), moved_before_(arena.take<T>(n)),
-        moved_after_(arena.take<T>(n)) {}
+        begins_(arena.take<int64_t>(grid.tiles())), ends_(arena.take<int64_t>(grid.tiles())),
+        tiles_(arena.take<uint16_t>(n)), elements_(arena.take<uint32_t>(n)), moved_(arena.take<uint32_t>(n)),
+        moved_before_(arena.take<T>(n)), moved_after_(arena.take<T>(n)) {}
 
   void sort(const Grid& grid, const Changes<T>& changes) {
     if (grid.rows == 1)
@@ -110,8 +110,8 @@ class Sorted {
     uint32_t tiles = 0;
     for (int64_t s = 0; s < grid.count; ++s) {
       const Strip& strip = grid.strips[s];
-      strips_[s] = {tiles, static_cast<uint32_t>(std::min(strip.tile_rows(), grid.rows)), static_cast<uint32_t>(strip.column),
-                    static_cast<uint32_t>(strip.columns)};
+      strips_[s] = {tiles, static_cast<uint32_t>(std::min(strip.tile_rows(), grid.rows)),
+                    static_cast<uint32_t>(strip.column), static_cast<uint32_t>(strip.columns)};
       std::fill_n(strip_of_ + strip.column, strip.columns, static_cast<uint16_t>(s));
       tiles += static_cast<uint32_t>(strip.tiles(grid.rows));
     }
@@ -145,12 +145,12 @@ class Sorted {
     after_ = moved_after_;
   }
 
-  StripTiles* strips_;                           // [strips]
-  uint16_t* strip_of_;                           // [row_length]
-  int64_t *begins_, *ends_;                      // [tiles]
-  uint16_t* tiles_;                              // [n]
-  uint32_t *elements_, *moved_;                  // [n]
-  T *moved_before_, *moved_after_;               // [n]
+  StripTiles* strips_;              // [strips]
+  uint16_t* strip_of_;              // [row_length]
+  int64_t *begins_, *ends_;         // [tiles]
+  uint16_t* tiles_;                 // [n]
+  uint32_t *elements_, *moved_;     // [n]
+  T *moved_before_, *moved_after_;  // [n]
   const uint32_t* given_ = nullptr;
   const T *before_ = nullptr, *after_ = nullptr;
 };

@@ -34,7 +34,8 @@ struct Old {
   int64_t row_length;
 };
 
-// Where changes go: positions in the block and new values, in any order, and a mark of each position: bit p mod 64 of word ⌊p / 64⌋.
+// Where changes go: positions in the block and new values, in any order, and a mark of each position: bit p mod 64 of
+// word ⌊p / 64⌋.
 template <typename T>
 struct Changed {
   uint32_t* positions;
@@ -45,14 +46,15 @@ struct Changed {
 template <typename T>
 struct TileKernels {
   // Returns how many changes it found, or -1 if the tile is malformed or there is no room for them.
-  int64_t (*decode[2])(const Model&, const Old<T>&, const Tile&, const Tile& next, const uint8_t* data, int64_t size, const Scratch&,
-                       const Changed<T>& out, int64_t room);
+  int64_t (*decode[2])(const Model&, const Old<T>&, const Tile&, const Tile& next, const uint8_t* data, int64_t size,
+                       const Scratch&, const Changed<T>& out, int64_t room);
   void (*order)(const Changed<T>& found, int64_t n, int64_t words, uint32_t* before, uint32_t* positions, T* values);
   // Writes the tile's bytes and returns their number, or -1 if there is no room.
-  int64_t (*encode)(const Model&, const Old<T>&, const Tile&, const Tile& next, const TileChanges<T>&, int lanes, const Scratch&, uint8_t* out,
-                    int64_t room);
+  int64_t (*encode)(const Model&, const Old<T>&, const Tile&, const Tile& next, const TileChanges<T>&, int lanes,
+                    const Scratch&, uint8_t* out, int64_t room);
   // Adds the tile's symbols to the counts of each class.
-  void (*tally)(const Model&, const Old<T>&, const Tile&, const Tile& next, const TileChanges<T>&, const Scratch&, uint64_t* gaps, uint64_t* steps);
+  void (*tally)(const Model&, const Old<T>&, const Tile&, const Tile& next, const TileChanges<T>&, const Scratch&,
+                uint64_t* gaps, uint64_t* steps);
 };
 
 struct Kernels {

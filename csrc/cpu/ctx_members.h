@@ -1,5 +1,5 @@
-// Which elements of a tile are members of a class, as a bit mask with counts. Included once for each instruction set, inside a
-// namespace of its own. Does not allocate.
+// Which elements of a tile are members of a class, as a bit mask with counts. Included once for each instruction set,
+// inside a namespace of its own. Does not allocate.
 
 namespace {
 
@@ -52,14 +52,15 @@ class Range {
 #endif
 };
 
-// The old values of the next tile, asked for line by line while this one is worked on: reading them is what memory has to do,
-// and sorting elements into classes what the processor has to.
+// The old values of the next tile, asked for line by line while this one is worked on: reading them is what memory has
+// to do, and sorting elements into classes what the processor has to.
 template <typename T>
 class Ahead {
  public:
   Ahead(const Old<T>& old, const Tile& tile)
       : at_(reinterpret_cast<const char*>(old.bits + tile.row * old.row_length + tile.column)),
-        row_(static_cast<int64_t>(sizeof(T)) * (tile.columns == old.row_length ? tile.rows * tile.columns : tile.columns)),
+        row_(static_cast<int64_t>(sizeof(T)) *
+             (tile.columns == old.row_length ? tile.rows * tile.columns : tile.columns)),
         skip_(static_cast<int64_t>(sizeof(T)) * (old.row_length - tile.columns)), left_(row_) {}
   void line() {
     __builtin_prefetch(at_);
@@ -114,12 +115,14 @@ class Members {
   // The element of this rank, which is below `total`; its word is not before `word`, which becomes it.
   uint32_t element(uint32_t rank, uint32_t& word) const {
 #if defined(__AVX2__)
-    // Counts ascend, so how many of the next ones are not above the rank says where it is, whatever their order in the vectors.
+    // Counts ascend, so how many of the next ones are not above the rank says where it is, whatever their order in the
+    // vectors.
     const __m256i wanted = _mm256_set1_epi32(static_cast<int>(rank));
     for (uint32_t above = 0; above == 0;) {
       const __m256i* const next = reinterpret_cast<const __m256i*>(before_ + word + 1);
       const auto greater = [&](int i) { return _mm256_cmpgt_epi32(_mm256_loadu_si256(next + i), wanted); };
-      const __m256i first = _mm256_packs_epi32(greater(0), greater(1)), second = _mm256_packs_epi32(greater(2), greater(3));
+      const __m256i first = _mm256_packs_epi32(greater(0), greater(1)),
+                    second = _mm256_packs_epi32(greater(2), greater(3));
       above = static_cast<uint32_t>(_mm256_movemask_epi8(_mm256_packs_epi16(first, second)));
       word += static_cast<uint32_t>(kAhead - __builtin_popcount(above));
     }
@@ -154,7 +157,8 @@ void read_contexts(const Old<T>& old, const Tile& tile, uint8_t* contexts) {
   for (int64_t row = 0; row < rows; ++row, from += old.row_length, contexts += columns) {
     int64_t i = 0;
     for (; i < columns && end - from >= i + piece; i += piece) {
-      for (int64_t k = 0; k < piece; k += line) __builtin_prefetch(from + (rows == 1 ? ahead : 8 * old.row_length) + i + k);
+      for (int64_t k = 0; k < piece; k += line)
+        __builtin_prefetch(from + (rows == 1 ? ahead : 8 * old.row_length) + i + k);
       contexts_of<piece>(from + i, contexts + i);
     }
     for (; i < columns; ++i) contexts[i] = context(from[i]);

@@ -1,4 +1,5 @@
-// Lays out the models of the `ctx` codec, and counts what their classes are made from. Does not code, and does not allocate.
+// Lays out the models of the `ctx` codec, and counts what their classes are made from. Does not code, and does not
+// allocate.
 #include <cstring>
 
 #include "ctx_kernels.h"
@@ -21,7 +22,8 @@ bool fill(const uint16_t* frequencies, int symbols, uint8_t* slots, uint32_t* co
 }
 
 template <typename T>
-void survey(const T* old, int64_t count, const T* before, const T* after, int64_t n, uint64_t* members, uint64_t* steps) {
+void survey(const T* old, int64_t count, const T* before, const T* after, int64_t n, uint64_t* members,
+            uint64_t* steps) {
   for (int64_t i = 0; i < count; ++i) ++members[context(old[i])];
   for (int64_t i = 0; i < n; ++i) {
     const T z = fold_step(oriented(static_cast<T>(rank_of(after[i]) - rank_of(before[i])), before[i]));
@@ -35,8 +37,8 @@ VDS_API int64_t vds_ctx_model_size(int classes) {
   return static_cast<int64_t>(sizeof(Model)) + (classes - 1) * static_cast<int64_t>(sizeof(Class));
 }
 
-// Lays out a model of 1 to 16 classes from the last context of each and the frequencies of its symbols. Returns 0, or -1 if the
-// contexts do not ascend to 255 or a class's frequencies do not add up to 4096.
+// Lays out a model of 1 to 16 classes from the last context of each and the frequencies of its symbols. Returns 0, or
+// -1 if the contexts do not ascend to 255 or a class's frequencies do not add up to 4096.
 VDS_API int vds_ctx_model(int classes, const uint8_t* last, const uint16_t* gaps, const uint16_t* steps, void* out) {
   Model& model = *static_cast<Model*>(out);
   if (classes < 1 || classes > kMaxClasses || last[classes - 1] != kContexts - 1) return -1;
@@ -54,11 +56,14 @@ VDS_API int vds_ctx_model(int classes, const uint8_t* last, const uint16_t* gaps
   return 0;
 }
 
-// Adds elements per context to members [256], and the step symbols of n changes per context of the old value to steps [256, 249].
-VDS_API int vds_ctx_survey(int width, const void* old, int64_t elements, const void* before, const void* after, int64_t n,
-                           uint64_t* members, uint64_t* steps) {
-#define VDS_CTX_SURVEY(T)                                                                                            \
-  (survey(static_cast<const T*>(old), elements, static_cast<const T*>(before), static_cast<const T*>(after), n, members, steps), 0)
+// Adds elements per context to members [256], and the step symbols of n changes per context of the old value to steps
+// [256, 249].
+VDS_API int vds_ctx_survey(int width, const void* old, int64_t elements, const void* before, const void* after,
+                           int64_t n, uint64_t* members, uint64_t* steps) {
+#define VDS_CTX_SURVEY(T)                                                                                       \
+  (survey(static_cast<const T*>(old), elements, static_cast<const T*>(before), static_cast<const T*>(after), n, \
+          members, steps),                                                                                      \
+   0)
   VDS_CTX_WIDTHS(VDS_CTX_SURVEY, -1)
 #undef VDS_CTX_SURVEY
 }

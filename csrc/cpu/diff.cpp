@@ -1,4 +1,5 @@
-// Compare two states of a tensor and compact what differs. Does not allocate: it stops when the caller's scratch is full.
+// Compare two states of a tensor and compact what differs. Does not allocate: it stops when the caller's scratch is
+// full.
 #include <algorithm>
 #include <cstring>
 
@@ -51,8 +52,8 @@ struct Compactor {
 };
 
 // Returns how many elements it compared: n, or less when there is no room for another group's changes.
-// A run of groups is compared without a branch on what was found, and only then are its changes written: whether a group differs
-// cannot be predicted, and a wrong guess would throw away the loads of memory that are under way.
+// A run of groups is compared without a branch on what was found, and only then are its changes written: whether a
+// group differs cannot be predicted, and a wrong guess would throw away the loads of memory that are under way.
 template <typename T, bool advance>
 int64_t diff(Compactor<T>& out, int64_t n, int64_t capacity) {
   constexpr int64_t per = kGroup / sizeof(T);
@@ -101,12 +102,13 @@ int64_t diff(T* before, const T* after, int64_t n, int64_t offset, bool advance,
 
 }  // namespace
 
-// Compares n elements and writes what differs to positions (counted from `offset`), old and new, which have room for `capacity`
-// (at least one group of 64 bytes). Returns how many were found in the first *consumed elements, or -1 for an unknown width.
-VDS_API int64_t vds_diff(int width, void* before, const void* after, int64_t n, int64_t offset, int advance, int64_t capacity,
-                         uint32_t* positions, void* old_out, void* new_out, int64_t* consumed) {
-#define VDS_DIFF(T)                                                                                                   \
-  return diff(static_cast<T*>(before), static_cast<const T*>(after), n, offset, advance != 0, capacity, positions,    \
+// Compares n elements and writes what differs to positions (counted from `offset`), old and new, which have room for
+// `capacity` (at least one group of 64 bytes). Returns how many were found in the first *consumed elements, or -1 for
+// an unknown width.
+VDS_API int64_t vds_diff(int width, void* before, const void* after, int64_t n, int64_t offset, int advance,
+                         int64_t capacity, uint32_t* positions, void* old_out, void* new_out, int64_t* consumed) {
+#define VDS_DIFF(T)                                                                                                \
+  return diff(static_cast<T*>(before), static_cast<const T*>(after), n, offset, advance != 0, capacity, positions, \
               static_cast<T*>(old_out), static_cast<T*>(new_out), consumed)
   switch (width) {
     case 1: VDS_DIFF(uint8_t);

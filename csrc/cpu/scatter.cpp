@@ -98,13 +98,13 @@ void gather(const T* live, const uint32_t* offsets, int64_t n, T* out) {
 
 }  // namespace
 
-// Returns -1 when everything was written, the index of the first element that was not as expected when nothing was, or -2 for an
-// unknown width. Segments are ascending, disjoint and within n; targets are distinct.
-VDS_API int64_t vds_scatter(int width, const void* segments, int64_t count, const uint32_t* offsets, const void* expected,
-                            const void* values, int64_t n, int threads) {
-#define VDS_SCATTER(T)                                                                                            \
+// Returns -1 when everything was written, the index of the first element that was not as expected when nothing was, or
+// -2 for an unknown width. Segments are ascending, disjoint and within n; targets are distinct.
+VDS_API int64_t vds_scatter(int width, const void* segments, int64_t count, const uint32_t* offsets,
+                            const void* expected, const void* values, int64_t n, int threads) {
+#define VDS_SCATTER(T)                                                                                             \
   return scatter(Update<T>{static_cast<const Segment*>(segments), count, offsets, static_cast<const T*>(expected), \
-                           static_cast<const T*>(values)},                                                        \
+                           static_cast<const T*>(values)},                                                         \
                  n, threads)
   switch (width) {
     case 1: VDS_SCATTER(uint8_t);
@@ -118,7 +118,9 @@ VDS_API int64_t vds_scatter(int width, const void* segments, int64_t count, cons
 
 // 0, or -1 for an unknown width.
 VDS_API int vds_gather(int width, const void* live, const uint32_t* offsets, int64_t n, void* out) {
-#define VDS_GATHER(T) gather(static_cast<const T*>(live), offsets, n, static_cast<T*>(out)); return 0
+#define VDS_GATHER(T)                                                    \
+  gather(static_cast<const T*>(live), offsets, n, static_cast<T*>(out)); \
+  return 0
   switch (width) {
     case 1: VDS_GATHER(uint8_t);
     case 2: VDS_GATHER(uint16_t);

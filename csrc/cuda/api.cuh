@@ -14,7 +14,7 @@ constexpr int kUnknownWidth = static_cast<int>(cudaErrorInvalidValue);
 // Blocks for one thread per item, capped: kernels stride over the rest.
 inline unsigned blocks_for(int64_t items, int threads) {
   const int64_t blocks = (items + threads - 1) / threads;
-  return static_cast<unsigned>(blocks < 1 ? 1 : blocks > (1 << 20) ? (1 << 20) : blocks);
+  return static_cast<unsigned>(blocks<1 ? 1 : blocks>(1 << 20) ? (1 << 20) : blocks);
 }
 
 // Runs a phase of the headers that a host runs too: on every thread of the block, then a barrier.

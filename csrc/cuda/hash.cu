@@ -1,5 +1,5 @@
-// The state hash of a contiguous run. A thread holds the keys of its 8 places in a block of 1024 units in registers; a CTA walks
-// over many blocks, whose R it works out once, 128 at a time, in shared memory.
+// The state hash of a contiguous run. A thread holds the keys of its 8 places in a block of 1024 units in registers; a
+// CTA walks over many blocks, whose R it works out once, 128 at a time, in shared memory.
 #include "api.cuh"
 
 namespace {
@@ -45,7 +45,8 @@ __device__ inline void load8(const Bytes& units, int64_t at, bool, int (&u)[kPer
 
 // Units [0, n) in memory are units first … first+n−1 of the tensor; adds their hash to lanes.
 template <typename Units>
-__global__ void __launch_bounds__(kThreads) hash(Units units, int64_t n, int64_t first, Seed seed, bool aligned, uint32_t* lanes) {
+__global__ void __launch_bounds__(kThreads)
+    hash(Units units, int64_t n, int64_t first, Seed seed, bool aligned, uint32_t* lanes) {
   __shared__ Lanes block_keys[kBatch];
   const int place = threadIdx.x * kPer;
   int16_t keys[kLanes][kPer];
@@ -57,7 +58,8 @@ __global__ void __launch_bounds__(kThreads) hash(Units units, int64_t n, int64_t
   Lanes total{};
   const int64_t first_block = first / kBlock;
   const int64_t blocks = (first + n + kBlock - 1) / kBlock - first_block;
-  for (int64_t base = static_cast<int64_t>(blockIdx.x) * kBatch; base < blocks; base += static_cast<int64_t>(gridDim.x) * kBatch) {
+  for (int64_t base = static_cast<int64_t>(blockIdx.x) * kBatch; base < blocks;
+       base += static_cast<int64_t>(gridDim.x) * kBatch) {
     __syncthreads();
     block_keys[threadIdx.x] = vds::block_key(seed, static_cast<uint64_t>(first_block + base + threadIdx.x));
     __syncthreads();
@@ -97,7 +99,8 @@ __global__ void __launch_bounds__(kThreads) hash(Units units, int64_t n, int64_t
 }  // namespace
 
 // bits and lanes (u32 [4]) are device addresses; elements start … start+n−1 of a tensor. Returns a cudaError_t.
-VDS_API int vds_cuda_hash(int width, const void* bits, int64_t n, int64_t start, uint64_t a, uint64_t b, void* lanes, void* stream) {
+VDS_API int vds_cuda_hash(int width, const void* bits, int64_t n, int64_t start, uint64_t a, uint64_t b, void* lanes,
+                          void* stream) {
   if (width != 1 && width != 2 && width != 4 && width != 8) return vds::kUnknownWidth;
   const cudaStream_t queue = static_cast<cudaStream_t>(stream);
   uint32_t* const out = static_cast<uint32_t*>(lanes);
@@ -108,9 +111,11 @@ VDS_API int vds_cuda_hash(int width, const void* bits, int64_t n, int64_t start,
   if (width == 1) {
     hash<<<grid, kThreads, 0, queue>>>(Bytes{static_cast<const uint8_t*>(bits)}, units, first, Seed{a, b}, false, out);
   } else {
-    // A thread's units begin at a multiple of 8 in the tensor, so one check of where `first` lies in memory holds for all.
+    // A thread's units begin at a multiple of 8 in the tensor, so one check of where `first` lies in memory holds for
+    // all.
     const bool aligned = (reinterpret_cast<uintptr_t>(bits) - static_cast<uintptr_t>(first) * 2) % 16 == 0;
-    hash<<<grid, kThreads, 0, queue>>>(Halves{static_cast<const int16_t*>(bits)}, units, first, Seed{a, b}, aligned, out);
+    hash<<<grid, kThreads, 0, queue>>>(Halves{static_cast<const int16_t*>(bits)}, units, first, Seed{a, b}, aligned,
+                                       out);
   }
   return cudaGetLastError();
 }

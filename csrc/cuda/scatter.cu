@@ -1,4 +1,5 @@
-// The commit: one cooperative launch, of no more blocks than run at once. All it does is in commit_phases.h, which a host runs too.
+// The commit: one cooperative launch, of no more blocks than run at once. All it does is in commit_phases.h, which a
+// host runs too.
 #include <cooperative_groups.h>
 
 #include "../commit_phases.h"
@@ -8,7 +9,8 @@ namespace {
 
 using namespace vds::commit;
 constexpr int kThreads = 256;
-constexpr int kEach = 2;  // blocks of a multiprocessor: keep its memory busy, and need not wait for all that runs there on other streams
+constexpr int kEach =
+    2;  // blocks of a multiprocessor: keep its memory busy, and need not wait for all that runs there on other streams
 
 // Phases with a barrier of the whole grid behind each.
 struct Grid {
@@ -37,7 +39,8 @@ __global__ void __launch_bounds__(kThreads) commit(Update<T> update, Index* firs
   run(update, first, Grid{});
 }
 
-// Blocks that a device runs at once: more cannot wait for each other. Under MIG and MPS, of the part that the process may use.
+// Blocks that a device runs at once: more cannot wait for each other. Under MIG and MPS, of the part that the process
+// may use.
 template <typename T>
 cudaError_t most_blocks(int64_t* blocks) {
   int device = 0, processors = 0, each = 0;
@@ -49,18 +52,22 @@ cudaError_t most_blocks(int64_t* blocks) {
 }
 
 template <typename T>
-int launch(const void* segments, int64_t count, const void* offsets, const void* expected, const void* values, int64_t n, void* first,
-           cudaStream_t stream) {
+int launch(const void* segments, int64_t count, const void* offsets, const void* expected, const void* values,
+           int64_t n, void* first, cudaStream_t stream) {
   int64_t most = 0;
   const cudaError_t status = most_blocks<T>(&most);
   if (status != cudaSuccess) return status;
   const int64_t wanted = vds::blocks_for(n, kThreads);
-  Update<T> update{static_cast<const vds::Segment*>(segments), count, static_cast<const uint32_t*>(offsets),
-                   static_cast<const T*>(expected), static_cast<const T*>(values), n};
+  Update<T> update{static_cast<const vds::Segment*>(segments),
+                   count,
+                   static_cast<const uint32_t*>(offsets),
+                   static_cast<const T*>(expected),
+                   static_cast<const T*>(values),
+                   n};
   Index* outcome = static_cast<Index*>(first);
   void* arguments[] = {&update, &outcome};
-  return cudaLaunchCooperativeKernel(commit<T>, dim3(static_cast<unsigned>(wanted < most ? wanted : most)), dim3(kThreads), arguments, 0,
-                                     stream);
+  return cudaLaunchCooperativeKernel(commit<T>, dim3(static_cast<unsigned>(wanted < most ? wanted : most)),
+                                     dim3(kThreads), arguments, 0, stream);
 }
 
 }  // namespace
@@ -70,10 +77,12 @@ VDS_API int vds_abi_version() { return vds::kAbiVersion; }
 VDS_API const char* vds_cuda_error(int status) { return cudaGetErrorString(static_cast<cudaError_t>(status)); }
 
 // *yes: whether a device can run a grid whose blocks wait for each other, as the commit's do. Returns a cudaError_t.
-VDS_API int vds_cuda_cooperates(int device, int* yes) { return cudaDeviceGetAttribute(yes, cudaDevAttrCooperativeLaunch, device); }
+VDS_API int vds_cuda_cooperates(int device, int* yes) {
+  return cudaDeviceGetAttribute(yes, cudaDevAttrCooperativeLaunch, device);
+}
 
-// Everything but the counts is a device address. *first receives −1, or the index of the first element that was not as expected.
-// Returns a cudaError_t.
+// Everything but the counts is a device address. *first receives −1, or the index of the first element that was not as
+// expected. Returns a cudaError_t.
 VDS_API int vds_cuda_scatter(int width, const void* segments, int64_t count, const void* offsets, const void* expected,
                              const void* values, int64_t n, void* first, void* stream) {
   const cudaStream_t queue = static_cast<cudaStream_t>(stream);

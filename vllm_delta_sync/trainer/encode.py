@@ -14,7 +14,6 @@ from itertools import groupby
 
 import numpy as np
 
-from vllm_delta_sync.errors import ConfigError
 from vllm_delta_sync.log import LogWriter, TensorUpdate
 from vllm_delta_sync.log.compose import Held, hold
 from vllm_delta_sync.log.folder import Folder
@@ -27,7 +26,8 @@ from vllm_delta_sync.trainer.snapshot import BlockDelta, Delta
 from vllm_delta_sync.trainer.splits import SplitDim
 from vllm_delta_sync.wire import ctx, dtypes
 from vllm_delta_sync.wire.codec_rules import DENSE
-from vllm_delta_sync.wire.codecs import Context, EncodedBlock, encode_block
+from vllm_delta_sync.wire.codecs import Context, encode_block
+from vllm_delta_sync.wire.encoded import EncodedBlock
 from vllm_delta_sync.wire.tensors import TensorSpec
 
 logger = logging.getLogger(__name__)
@@ -116,12 +116,7 @@ class _Coder:
 
     def _dim(self, spec: TensorSpec) -> int:
         assert self._split_dim is not None, "there are models"
-        dim = self._split_dim(spec)
-        if not 0 <= dim < max(1, len(spec.shape)):
-            raise ConfigError(
-                f"ctx= tells dimension {dim} of {spec.name!r}, whose shape is {list(spec.shape)}; they count from 0"
-            )
-        return dim
+        return self._split_dim(spec)
 
 
 def _tip(writer: LogWriter) -> End:

@@ -22,24 +22,6 @@ from vllm_delta_sync.wire.sparse import decode_sparse, smallest
 from vllm_delta_sync.wire.table import Block
 from vllm_delta_sync.wire.tensors import TensorSpec
 
-__all__ = [
-    "Bits",
-    "Context",
-    "DecodedBlock",
-    "EncodedBlock",
-    "check_block",
-    "check_digest",
-    "ctx_header",
-    "ctx_of",
-    "decode_block",
-    "decode_encoded",
-    "decode_tiles",
-    "decode_window",
-    "dense_block",
-    "encode_block",
-    "encoded_of",
-]
-
 TRIED = 512  # changes that are coded as gaps to see whether all should be
 CHEAPER = 0.7  # by so much those of the whole block may come out smaller than their share
 

@@ -9,7 +9,7 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache, partial
-from typing import Any, Protocol, TypeVar
+from typing import Protocol, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -26,6 +26,7 @@ from vllm_delta_sync.native.ctx_types import (
     STEP_SYMBOLS,
     TOTAL,
 )
+from vllm_delta_sync.native.types import Bits
 from vllm_delta_sync.wire import ctx_model, ctx_tiles, dtypes
 from vllm_delta_sync.wire.ctx_order import pattern
 from vllm_delta_sync.wire.dtypes import Dtype
@@ -43,7 +44,6 @@ class _Tensors(Protocol):
 
 
 T = TypeVar("T", bound=_Tensors)
-Bits = npt.NDArray[Any]  # unsigned integers of a dtype's width
 
 
 @dataclass(frozen=True, slots=True, eq=False)

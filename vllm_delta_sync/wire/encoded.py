@@ -7,18 +7,16 @@ from __future__ import annotations
 
 import hashlib
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from vllm_delta_sync import native
 from vllm_delta_sync.native import CtxModel
+from vllm_delta_sync.native.types import Bits
 from vllm_delta_sync.wire.frames import Buffer
 
 DIGEST_BYTES = 16
-
-Bits = npt.NDArray[Any]  # unsigned integers of a dtype's width
 
 
 @dataclass(frozen=True, slots=True)
