@@ -13,10 +13,11 @@ import numpy.typing as npt
 from vllm_delta_sync import native
 from vllm_delta_sync.errors import BaseNeeded, DigestMismatch, MalformedObject
 from vllm_delta_sync.native import CtxModel
+from vllm_delta_sync.native.types import Bits
 from vllm_delta_sync.wire import ctx, dtypes
 from vllm_delta_sync.wire.codec_rules import CTX, DENSE
 from vllm_delta_sync.wire.ctx_order import pattern
-from vllm_delta_sync.wire.encoded import Bits, DecodedBlock, EncodedBlock, digest_of
+from vllm_delta_sync.wire.encoded import DecodedBlock, EncodedBlock, digest_of
 from vllm_delta_sync.wire.frames import Buffer
 from vllm_delta_sync.wire.sparse import decode_sparse, smallest
 from vllm_delta_sync.wire.table import Block

@@ -12,9 +12,10 @@ import numpy.typing as npt
 
 from vllm_delta_sync import native
 from vllm_delta_sync.errors import MalformedObject
+from vllm_delta_sync.native.types import Bits
 from vllm_delta_sync.wire import dtypes, frames
 from vllm_delta_sync.wire.codec_rules import BITMAP, BITMAP_ABS, GAP, GAP_ABS
-from vllm_delta_sync.wire.encoded import Bits, DecodedBlock, EncodedBlock
+from vllm_delta_sync.wire.encoded import DecodedBlock, EncodedBlock
 from vllm_delta_sync.wire.tensors import TensorSpec
 
 CROWDED = 8  # where no more than one in so many elements changes, gaps are the smaller index
