@@ -112,7 +112,7 @@ __attribute__((noinline)) int64_t decode_gaps(Source<lanes>& whole, const Class&
     }
     rank += gap + 1;
     if (rank >= members.total()) return false;
-    const int64_t place = places(members.element(rank, word));
+    const int64_t place = places(members.element<lanes == 1 ? 32 : 8>(rank, word));
     __builtin_prefetch(block + place);
     positions[i] = static_cast<uint32_t>(place);
     return true;

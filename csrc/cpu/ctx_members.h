@@ -63,7 +63,7 @@ class Ahead {
              (tile.columns == old.row_length ? tile.rows * tile.columns : tile.columns)),
         skip_(static_cast<int64_t>(sizeof(T)) * (old.row_length - tile.columns)), left_(row_) {}
   void line() {
-    __builtin_prefetch(at_);
+    __builtin_prefetch(at_, 0, 2);
     at_ += 64;
     left_ -= 64;
     if (left_ <= 0) {  // what was asked for beyond the row is not much
@@ -112,8 +112,11 @@ class Members {
     return before_[word] + static_cast<uint32_t>(__builtin_popcountll(masks_[word] & ((1ull << (element & 63)) - 1)));
   }
 
-  // The element of this rank, which is below `total`; its word is not before `word`, which becomes it.
+  // The element of this rank, which is below `total`; its word is not before `word`, which becomes it. It looks at so
+  // many words at once.
+  template <int ahead>
   uint32_t element(uint32_t rank, uint32_t& word) const {
+    static_assert(ahead == 8 || ahead == kAhead, "each has its own instructions");
 #if defined(__AVX2__)
     // Counts ascend, so how many of the next ones are not above the rank says where it is, whatever their order in the
     // vectors.
@@ -121,10 +124,14 @@ class Members {
     for (uint32_t above = 0; above == 0;) {
       const __m256i* const next = reinterpret_cast<const __m256i*>(before_ + word + 1);
       const auto greater = [&](int i) { return _mm256_cmpgt_epi32(_mm256_loadu_si256(next + i), wanted); };
-      const __m256i first = _mm256_packs_epi32(greater(0), greater(1)),
-                    second = _mm256_packs_epi32(greater(2), greater(3));
-      above = static_cast<uint32_t>(_mm256_movemask_epi8(_mm256_packs_epi16(first, second)));
-      word += static_cast<uint32_t>(kAhead - __builtin_popcount(above));
+      if (ahead == 8) {
+        above = static_cast<uint32_t>(_mm256_movemask_ps(_mm256_castsi256_ps(greater(0))));
+      } else {
+        const __m256i first = _mm256_packs_epi32(greater(0), greater(1));
+        const __m256i second = _mm256_packs_epi32(greater(2), greater(3));
+        above = static_cast<uint32_t>(_mm256_movemask_epi8(_mm256_packs_epi16(first, second)));
+      }
+      word += static_cast<uint32_t>(ahead - __builtin_popcount(above));
     }
 #else
     while (before_[word + 1] <= rank) ++word;

@@ -87,7 +87,7 @@ def _ours(before: Model, after: Model, blocks: list[Part], run: Run) -> dict[str
     }
     for name, coding in CODINGS.items():
         found[f"encode {name}"] = partial(codings.encode, blocks, coding, run)
-        found[f"decode {name}"] = partial(run, [partial(decode, *item) for item in encoded(before, after, coding)])
+        found[f"decode {name}"] = partial(run, [partial(_decode, *item) for item in encoded(before, after, coding)])
     return found
 
 
@@ -107,6 +107,11 @@ def decode(row: Block, stored: Buffer, part: Part) -> Bits:
     if decoded.values is not None:
         return decoded.values
     return decoded.new_bits(native.gather(part.old.ctypes.data, part.old.itemsize, decoded.positions))
+
+
+def _decode(row: Block, stored: Buffer, part: Part) -> None:
+    """The same, kept no longer than a server does, which stages the changes of one block after the other."""
+    decode(row, stored, part)
 
 
 @contextmanager
