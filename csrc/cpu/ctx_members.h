@@ -53,7 +53,7 @@ class Range {
 };
 
 // The old values of the next tile, asked for line by line while this one is worked on: reading them is what memory has
-// to do, and sorting elements into classes what the processor has to.
+// to do, and sorting elements into classes what the processor has to. The nearest cache is left to the tile in hand.
 template <typename T>
 class Ahead {
  public:
