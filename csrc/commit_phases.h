@@ -102,8 +102,8 @@ VDS_HD void run(const Update<T>& update, Index* first, const Grid& grid) {
   });
   grid.last([&](int64_t thread) {
     if (*first == kNone) return;
-    for (int64_t i = thread; i < stopped[thread] && i < update.n;
-         i += stride) {  // what was written was compared equal to `expected` first
+    // What was written was compared equal to `expected` first.
+    for (int64_t i = thread; i < stopped[thread] && i < update.n; i += stride) {
       T* const live = first_of(update, i);
       if (live != nullptr) live[update.offsets[i]] = update.expected[i];
     }

@@ -9,8 +9,8 @@ namespace {
 
 using namespace vds::commit;
 constexpr int kThreads = 256;
-constexpr int kEach =
-    2;  // blocks of a multiprocessor: keep its memory busy, and need not wait for all that runs there on other streams
+// Blocks of a multiprocessor: keep its memory busy, and need not wait for all that runs there on other streams.
+constexpr int kEach = 2;
 
 // Phases with a barrier of the whole grid behind each.
 struct Grid {

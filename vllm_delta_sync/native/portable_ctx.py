@@ -12,14 +12,11 @@ import numpy as np
 from vllm_delta_sync.errors import MalformedObject
 from vllm_delta_sync.native.ctx_types import (
     CONTEXTS,
-    EXACT,
     GAP_END,
     GAP_ESCAPE,
     LANE_CHANGES,
     MANY_LANES,
-    SCALE,
     STEP_ESCAPE,
-    TOTAL,
     CtxGrid,
     CtxModel,
     Tally,
@@ -32,37 +29,21 @@ from vllm_delta_sync.native.ctx_types import (
     malformed,
     unsorted,
 )
+from vllm_delta_sync.native.portable_ctx_stream import (
+    Cut,
+    Reader,
+    Unsayable,
+    Writer,
+    bits_after,
+    magnitude,
+    number_of,
+    varint,
+)
 from vllm_delta_sync.native.types import I64, U8, U16, U32, Bits, Changes, pair_width, row
 
 __all__ = ["ctx_decode", "ctx_encode", "ctx_index", "ctx_model", "ctx_survey", "ctx_tally"]
 
-FLOOR = 1 << 16  # of a state
 GAP_BITS = 18  # of an escaped gap
-
-
-class _Cut(Exception):
-    """A tile ends early."""
-
-
-class _Unsayable(Exception):
-    """A model has neither a symbol of a tile nor an escape for it."""
-
-
-def magnitude(v: int) -> tuple[int, int, int]:
-    """A number's symbol, and how many raw bits follow it with which value."""
-    if v < EXACT:
-        return v, 0, 0
-    top = v.bit_length() - 1
-    bits = top - 2
-    return EXACT + 4 * (top - 4) + ((v >> bits) & 3), bits, v & ((1 << bits) - 1)
-
-
-def _bits_after(symbol: int) -> int:
-    return 0 if symbol < EXACT else (symbol - EXACT) // 4 + 2
-
-
-def _number(symbol: int, raw: int) -> int:
-    return symbol if symbol < EXACT else (4 | (symbol - EXACT) & 3) << _bits_after(symbol) | raw
 
 
 def _contexts(old: Bits) -> U8:
@@ -126,43 +107,6 @@ def _events(last: U8, old: Bits, places: I64, changes: Changes) -> Iterator[tupl
         yield c, gaps.tolist(), z[own].tolist()
 
 
-class _Writer:
-    """Collects a tile's symbols and raw bits in the order of decoding."""
-
-    def __init__(self, lanes: int) -> None:
-        self._lanes = lanes
-        self._symbols: list[tuple[int, int, int]] = []  # lane, frequency, first slot
-        self._raw = self._filled = 0
-
-    def add(self, frequencies: U16, symbol: int, index: int) -> None:
-        self._symbols.append((index % self._lanes, int(frequencies[symbol]), int(frequencies[:symbol].sum())))
-
-    def raw(self, value: int, bits: int) -> None:
-        self._raw |= value << self._filled
-        self._filled += bits
-
-    def number(
-        self, frequencies: U16, symbol: int, bits: int, raw: int, escape: tuple[int, int, int], index: int
-    ) -> None:
-        known = bool(frequencies[symbol])
-        self.add(frequencies, symbol if known else escape[0], index)
-        self.raw(raw if known else escape[2], bits if known else escape[1])
-
-    def bytes(self) -> bytes:
-        """Raises _Unsayable."""
-        states, words = [FLOOR] * self._lanes, []
-        for lane, frequency, start in reversed(self._symbols):
-            state = states[lane]
-            if not frequency:
-                raise _Unsayable
-            if state >= frequency << (32 - SCALE):
-                words.append(state & 0xFFFF)
-                state >>= 16
-            states[lane] = (state // frequency << SCALE) + state % frequency + start
-        front = np.array(states, "<u4").tobytes() + np.array(words[::-1], "<u2").tobytes()
-        return front + self._raw.to_bytes((self._filled + 7) // 8, "big")
-
-
 def _check_order(grid: CtxGrid, changes: Changes) -> None:
     positions = changes.positions
     if positions.size and (int(positions[-1]) >= grid.elements or (positions[1:] <= positions[:-1]).any()):
@@ -185,7 +129,7 @@ def ctx_encode(model: CtxModel, old: Bits, grid: CtxGrid, changes: Changes, room
         many[tile] = changed >= LANE_CHANGES
         if not changed:
             continue
-        writer = _Writer(MANY_LANES if many[tile] else 1)
+        writer = Writer(MANY_LANES if many[tile] else 1)
         for c, gaps, steps in found:
             for i, gap in enumerate(gaps):
                 writer.number(model.gaps[c], *magnitude(gap), (GAP_ESCAPE, GAP_BITS, gap), i)
@@ -195,17 +139,12 @@ def ctx_encode(model: CtxModel, old: Bits, grid: CtxGrid, changes: Changes, room
                 writer.number(model.steps[c], symbol << 1 | z & 1, bits, raw, (STEP_ESCAPE, 8 * width, z), i)
         try:
             pieces[tile] = writer.bytes()
-        except _Unsayable:
+        except Unsayable:
             return None
     data = b"".join(pieces)
     if len(data) > room:
         return None
-    return b"".join(_varint(len(piece) << 1 | four) for piece, four in zip(pieces, many, strict=True)), data
-
-
-def _varint(value: int) -> bytes:
-    """A number as LEB128."""
-    return bytes((value & 0x7F | 0x80,)) + _varint(value >> 7) if value >= 0x80 else bytes((value,))
+    return b"".join(varint(len(piece) << 1 | four) for piece, four in zip(pieces, many, strict=True)), data
 
 
 def ctx_index(index: U8, tiles: int, size: int) -> I64:
@@ -230,47 +169,8 @@ def ctx_index(index: U8, tiles: int, size: int) -> I64:
     return np.array(stated, np.int64)
 
 
-class _Reader:
-    """A tile's bytes: states and words from the front, raw bits from the back."""
-
-    def __init__(self, data: bytes, lanes: int) -> None:
-        self._data, self._at, self._raw, self._used = data, 4 * lanes, int.from_bytes(data, "big"), 0
-        if len(data) < 4 * lanes:
-            raise _Cut
-        self._states = np.frombuffer(data[: 4 * lanes], "<u4").tolist()
-        if min(self._states) < FLOOR:
-            raise _Cut
-
-    def symbol(self, frequencies: U16, index: int) -> int:
-        lane = index % len(self._states)
-        state = self._states[lane]
-        ends, slot = np.cumsum(frequencies), state & (TOTAL - 1)
-        symbol = int(np.searchsorted(ends, slot, side="right"))
-        frequency = int(frequencies[symbol])
-        state = frequency * (state >> SCALE) + slot - (int(ends[symbol]) - frequency)
-        if state < FLOOR:
-            if self._at + 2 > len(self._data):
-                raise _Cut
-            state = state << 16 | int.from_bytes(self._data[self._at : self._at + 2], "little")
-            self._at += 2
-        self._states[lane] = state
-        return symbol
-
-    def raw(self, bits: int) -> int:
-        if self._used + bits > 8 * len(self._data):
-            raise _Cut
-        value = (self._raw >> self._used) & ((1 << bits) - 1)
-        self._used += bits
-        return value
-
-    def finished(self) -> bool:
-        size = (self._used + 7) // 8
-        tail = self._data[len(self._data) - size] >> (self._used % 8) if self._used % 8 else 0
-        return self._at + size == len(self._data) and not tail and all(state == FLOOR for state in self._states)
-
-
 def _decode_tile(model: CtxModel, old: Bits, places: I64, data: bytes, lanes: int) -> tuple[list[I64], list[Bits]]:
-    reader, width = _Reader(data, lanes), old.itemsize
+    reader, width = Reader(data, lanes), old.itemsize
     of = _class_of(model.last)[_contexts(old[places])]
     positions, values = [], []
     for c in range(model.last.size):
@@ -278,9 +178,9 @@ def _decode_tile(model: CtxModel, old: Bits, places: I64, data: bytes, lanes: in
         ranks: list[int] = []
         while (symbol := reader.symbol(model.gaps[c], len(ranks))) != GAP_END:
             escape = symbol == GAP_ESCAPE
-            rank += 1 + (reader.raw(GAP_BITS) if escape else _number(symbol, reader.raw(_bits_after(symbol))))
+            rank += 1 + (reader.raw(GAP_BITS) if escape else number_of(symbol, reader.raw(bits_after(symbol))))
             if rank >= members.size:
-                raise _Cut
+                raise Cut
             ranks.append(rank)
         z = []
         for i in range(len(ranks)):
@@ -288,16 +188,16 @@ def _decode_tile(model: CtxModel, old: Bits, places: I64, data: bytes, lanes: in
             if symbol == STEP_ESCAPE:
                 z.append(reader.raw(8 * width))
                 continue
-            size = _number(symbol >> 1, reader.raw(_bits_after(symbol >> 1)))
+            size = number_of(symbol >> 1, reader.raw(bits_after(symbol >> 1)))
             if size >> (8 * width - 1):
-                raise _Cut
+                raise Cut
             z.append(size << 1 | symbol & 1)
         where = places[members[ranks]] if ranks else places[:0]
         positions.append(where)
         step = _oriented(_unfolded(np.array(z, old.dtype)), old[where])
         values.append(_rank(_rank(old[where]) + step))
     if not reader.finished():
-        raise _Cut
+        raise Cut
     return positions, values
 
 
@@ -322,7 +222,7 @@ def ctx_decode(
         piece = data[ends[tile] - sizes[tile] : ends[tile]].tobytes()
         try:
             found = _decode_tile(model, old, places, piece, MANY_LANES if stated[tile] & 1 else 1)
-        except _Cut:
+        except Cut:
             found = ([], [])
         total = sum(part.size for part in positions) + sum(part.size for part in found[0])
         if not sum(part.size for part in found[0]) or total > changed:

@@ -18,7 +18,7 @@ from vllm_delta_sync.kernels.ctx import CodedBlock
 from vllm_delta_sync.kernels.upload import to_device
 from vllm_delta_sync.native import Changes, CtxGrid, CtxModel
 from vllm_delta_sync.native.ctx_types import GAP_END, GAP_ESCAPE, GAP_SYMBOLS, STEP_ESCAPE, STEP_SYMBOLS
-from vllm_delta_sync.native.portable_ctx import _Writer
+from vllm_delta_sync.native.portable_ctx_stream import Writer
 
 pytestmark = needs_compiler
 quick = settings(max_examples=25, deadline=None)
@@ -172,7 +172,7 @@ def test_a_step_of_half_the_numbers_that_there_are_or_more_is_refused(
 ) -> None:
     gaps = spread(GAP_SYMBOLS, {0: 1024, GAP_END: 1024, GAP_ESCAPE: 1024})
     steps = spread(STEP_SYMBOLS, {119: 1024, 120: 1024, STEP_ESCAPE: 1024})
-    writer = _Writer(1)
+    writer = Writer(1)
     writer.add(gaps, 0, 0)
     writer.add(gaps, GAP_END, 1)
     writer.add(steps, symbol, 0)
@@ -183,14 +183,14 @@ def test_a_step_of_half_the_numbers_that_there_are_or_more_is_refused(
 
 def test_a_tile_that_changes_nothing_is_refused(library: HostLibrary) -> None:
     model = test_ctx.worked_model(native)
-    writer = _Writer(1)
+    writer = Writer(1)
     writer.add(model.gaps[0], GAP_END, 0)
     assert on_host(library, single(writer.bytes(), model)) == [None]
 
 
 def test_a_state_that_begins_too_low_is_refused_though_it_would_come_to_the_end(library: HostLibrary) -> None:
     model = test_ctx.worked_model(native)
-    writer = _Writer(1)
+    writer = Writer(1)
     for symbol in (0, GAP_END):
         writer.add(model.gaps[0], symbol, 0)
     for _ in range(2):
