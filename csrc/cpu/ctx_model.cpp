@@ -24,7 +24,12 @@ bool fill(const uint16_t* frequencies, int symbols, uint8_t* slots, uint32_t* co
 template <typename T>
 void survey(const T* old, int64_t count, const T* before, const T* after, int64_t n, uint64_t* members,
             uint64_t* steps) {
-  for (int64_t i = 0; i < count; ++i) ++members[context(old[i])];
+  constexpr int64_t kTurns =
+      4;  // most weights have one of a few contexts, and a count that was just written is slow to read
+  uint64_t counts[kTurns][kContexts] = {};
+  for (int64_t i = 0; i < count; ++i) ++counts[i % kTurns][context(old[i])];
+  for (const auto& turn : counts)
+    for (int c = 0; c < kContexts; ++c) members[c] += turn[c];
   for (int64_t i = 0; i < n; ++i) {
     const T z = fold_step(oriented(static_cast<T>(rank_of(after[i]) - rank_of(before[i])), before[i]));
     ++steps[context(before[i]) * kStepSymbols + (magnitude(z >> 1).symbol << 1 | (z & 1))];
