@@ -159,25 +159,26 @@ void run(const uint8_t* header, const uint8_t* body, size_t size) {
   const int64_t n = static_cast<int64_t>(positions.size());
   const int64_t grid[4] = {rows, row_length, reinterpret_cast<int64_t>(strips.data()), count},
                 room = (16 * n + 100 * count + 64) / 64 * 64;
-  std::vector<uint8_t> memory(static_cast<size_t>(vds_ctx_memory(grid, n, room)));
+  const int64_t size_of_memory = vds_ctx_memory(grid, n, room);
+  const std::unique_ptr<uint8_t[]> memory(new uint8_t[static_cast<size_t>(size_of_memory)]);  // not zeroed: it is large
   int64_t index_size = 0;
-  const int64_t whole =
-      vds_ctx_encode(sizeof(T), model.data(), old.data(), grid, positions.data(), before.data(), after.data(), n,
-                     memory.data(), static_cast<int64_t>(memory.size()), room, &index_size);
+  const int64_t whole = vds_ctx_encode(sizeof(T), model.data(), old.data(), grid, positions.data(), before.data(),
+                                       after.data(), n, memory.get(), size_of_memory, room, &index_size);
   if (whole < 0) abort();
-  std::vector<uint8_t> coded(memory.begin(), memory.begin() + whole);
-  std::vector<uint8_t> index(memory.begin() + room, memory.begin() + room + index_size);
+  std::vector<uint8_t> coded(memory.get(), memory.get() + whole);
+  std::vector<uint8_t> index(memory.get() + room, memory.get() + room + index_size);
   std::vector<int64_t> sizes(static_cast<size_t>(count));
   if (vds_ctx_read_index(index.data(), index_size, sizes.data(), count, whole) != 0) abort();
 
   const auto decode = [&](const std::vector<uint8_t>& bytes, int64_t capacity, std::vector<uint32_t>& found) {
     const std::vector<uint8_t> exact(bytes.begin(), bytes.end());  // so that its end is seen
     std::vector<T> values(static_cast<size_t>(capacity));
-    std::vector<char> memory(static_cast<size_t>(vds_ctx_memory(grid, capacity, 0)));
+    const int64_t needed = vds_ctx_memory(grid, capacity, 0);
+    const std::unique_ptr<uint8_t[]> scratch(new uint8_t[static_cast<size_t>(needed)]);
     found.assign(static_cast<size_t>(capacity), 0);
     const int64_t total = vds_ctx_decode(sizeof(T), model.data(), old.data(), grid, sizes.data(), nullptr, exact.data(),
-                                         static_cast<int64_t>(exact.size()), memory.data(),
-                                         static_cast<int64_t>(memory.size()), found.data(), values.data(), capacity);
+                                         static_cast<int64_t>(exact.size()), scratch.get(), needed, found.data(),
+                                         values.data(), capacity);
 #if defined(VDS_FUZZ_DEVICE)
     std::vector<uint32_t> positions;
     std::vector<T> moved;
