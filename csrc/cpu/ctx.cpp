@@ -1,5 +1,5 @@
 // The `ctx` codec: a block's changes, coded tile by tile against its old values (docs/protocol.md, *ctx*). Does not
-// choose tiles or models, and does not allocate: the caller gives a scratch of vds_ctx_scratch_size bytes.
+// choose tiles or models, and does not allocate: the caller gives memory of vds_ctx_memory bytes.
 #include "ctx_grid.h"
 #include "dispatch.h"
 
