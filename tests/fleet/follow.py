@@ -77,7 +77,8 @@ def follow(uri: str) -> None:
 def main() -> None:
     uri, count = sys.argv[1], int(sys.argv[2])
     # What a follower imports is imported once, before the processes part: it holds no connection, thread or token yet.
-    for module in ("hf_xet", "huggingface_hub.utils", "vllm_delta_sync.store.hf"):
+    # Not hf_xet, whose import starts a thread: a process that parts while that holds a lock waits for it for ever.
+    for module in ("huggingface_hub.utils", "vllm_delta_sync.store.hf"):
         importlib.import_module(module)
     children = []
     for _ in range(count):
