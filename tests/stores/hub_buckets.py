@@ -15,6 +15,8 @@ from vllm_delta_sync.store.protocol import Content
 DATA = os.urandom(70_000)  # no compressible byte: a wrong one comes through where nobody verifies
 
 QUICK_S, PATIENT_S = 2.0, 20.0
+# Three attempts of half a minute, by which hf_xet itself ends a stream that hangs, and the waits between.
+HUNG_S = 150.0
 
 _numbers = iter(range(1_000_000))
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from hub_buckets import unused
+from hub_buckets import HUNG_S, unused
 
 from tests.hub.process import WRITER, HubProcess
 from tests.unit.serving.fleet import train, weights
@@ -27,9 +27,6 @@ from vllm_delta_sync.serving.follower import Follower
 from vllm_delta_sync.store import Store, open_store
 
 QUICK_S = 2.0  # of one call; short, because failing ones take all of it
-HUNG_S = (
-    150.0  # three attempts of half a minute, by which hf_xet itself ends a stream that hangs, and the waits between
-)
 
 
 class Training:
