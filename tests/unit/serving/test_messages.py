@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import queue
+import threading
 from multiprocessing import AuthenticationError
 
 import numpy as np
@@ -10,7 +11,7 @@ import pytest
 
 from tests.unit.serving.orders import hop, latest, place, ref
 from vllm_delta_sync.errors import MalformedObject, UnsupportedEngine
-from vllm_delta_sync.serving import framing
+from vllm_delta_sync.serving import channel, framing
 from vllm_delta_sync.serving import messages as msg
 from vllm_delta_sync.serving.channel import Hub, Spoke
 
@@ -95,6 +96,18 @@ def test_a_stranger_without_the_key_is_turned_away(hub: tuple[Hub, queue.Queue[t
         Spoke(centre.address, b"guessed", 0)
     Spoke(centre.address, centre.authkey, 0).send(msg.BaseLoaded(False))
     assert events.get(timeout=5) == (0, msg.BaseLoaded(False))
+
+
+def test_closing_does_not_wait_for_an_answer_when_nobody_listens_any_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(channel, "ACCEPT_PAUSE_S", 0.5)
+    centre = Hub(lambda rank, message: None)
+    with pytest.raises(AuthenticationError):
+        Spoke(centre.address, b"guessed", 0)
+    # Whoever listens pauses now, and will find that it has closed.
+    closing = threading.Thread(target=centre.close, daemon=True)
+    closing.start()
+    closing.join(5)
+    assert not closing.is_alive()
 
 
 def test_a_rank_that_never_comes_is_said(hub: tuple[Hub, queue.Queue[tuple[int, msg.Message]]]) -> None:
