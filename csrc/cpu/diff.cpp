@@ -64,25 +64,28 @@ int64_t diff(Compactor<T>& out, int64_t n, int64_t capacity) {
   int64_t which[run];
   int64_t at = 0;
   while (at + per <= n) {
-    const int64_t groups = std::min(run, (n - at) / per);
+    const int64_t groups = std::min({run, (n - at) / per, (capacity - out.found) / per});
+    if (groups == 0) return at;
     const char* const before = reinterpret_cast<const char*>(out.before + at);
     const char* const after = reinterpret_cast<const char*>(out.after + at);
     int64_t differing = 0;
     for (int64_t g = 0; g < groups; ++g) {
-      __builtin_prefetch(before + g * kGroup + ahead, advance);
-      __builtin_prefetch(after + g * kGroup + ahead);
+      // First the next run of one side, then of the other: memory is faster where it is not asked in turns.
+      const char* const next = (g < run / 2 ? before + 2 * g * kGroup : after + (2 * g - run) * kGroup) + ahead;
+      __builtin_prefetch(next);
+      __builtin_prefetch(next + kGroup);
       masks[differing] = differing_bytes(before + g * kGroup, after + g * kGroup);
       which[differing] = g;
       differing += masks[differing] != 0;
     }
     for (int64_t d = 0; d < differing; ++d) {
       const int64_t first = at + which[d] * per;
-      if (out.found + per > capacity) return first;
-      for (uint64_t mask = masks[d]; mask != 0;) {
+      uint64_t mask = masks[d];
+      do {
         const int k = __builtin_ctzll(mask) / static_cast<int>(sizeof(T));
         mask &= ~(element << (k * sizeof(T)));
         out.template emit<advance>(first + k);
-      }
+      } while (mask != 0);
     }
     at += groups * per;
   }

@@ -1,7 +1,8 @@
 """How long it takes to write one update into live weights: ours, torch's `index_copy_`, and vLLM's own sparse patching.
 
 Does not measure fetching, decoding or mapping: those overlap serving. Ours compares every live element before it writes
-it and can undo the whole; `index_copy_` and vLLM's do neither.
+it and can undo the whole; `index_copy_` and vLLM's do neither. All write into memory on huge pages, where a server that
+follows a log keeps its weights.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from vllm_delta_sync.bench import vllm_model
 from vllm_delta_sync.bench.clock import interleaved
 from vllm_delta_sync.bench.step import read
 from vllm_delta_sync.errors import BaseMismatch
-from vllm_delta_sync.native import Changes
+from vllm_delta_sync.native import Changes, huge_pages
 from vllm_delta_sync.native.types import U32, Bits
 from vllm_delta_sync.wire.tensors import TensorSpec
 
@@ -94,7 +95,7 @@ def _joined(step: Step) -> tuple[U32, Bits, Bits]:
 
 def ours(step: Step, threads: int) -> Callable[[], object]:
     """A commit by our kernel: there and back in turns, in memory of its own."""
-    live = [bits.copy() for bits in step.live]
+    live = _live(step)
     ends = np.cumsum([change.positions.size for change in step.changes])
     segments = np.zeros((len(live), 4), np.int64)
     segments[:, 0] = [bits.ctypes.data for bits in live]
@@ -109,6 +110,13 @@ def ours(step: Step, threads: int) -> Callable[[], object]:
     return run
 
 
+def _live(step: Step) -> list[Bits]:
+    """A copy to write into."""
+    live = [bits.copy() for bits in step.live]
+    huge_pages.prefer((bits.ctypes.data, bits.nbytes) for bits in live)
+    return live
+
+
 def _torch_rows(step: Step) -> list[tuple[torch.Tensor, list[torch.Tensor]]]:
     """Per changed tensor: sorted int64 indices, and both sides' values as bf16."""
     rows = []
@@ -120,7 +128,7 @@ def _torch_rows(step: Step) -> list[tuple[torch.Tensor, list[torch.Tensor]]]:
 
 def index_copy(step: Step) -> Callable[[], object]:
     """The same by torch's `index_copy_`, tensor by tensor, which neither compares nor can undo."""
-    live = [torch.from_numpy(bits.copy().view(np.int16)).view(torch.bfloat16) for bits in step.live]
+    live = [torch.from_numpy(bits.view(np.int16)).view(torch.bfloat16) for bits in _live(step)]
     rows = _torch_rows(step)
 
     def run() -> None:
@@ -139,6 +147,7 @@ def _vllm(step: Step, checkpoint: Path) -> Callable[[], object]:
         ]
 
     model = vllm_model.build(checkpoint, weights())
+    huge_pages.prefer((parameter.data_ptr(), parameter.nbytes) for parameter in model.parameters())
     from vllm.model_executor.model_loader import checkpoint_weight_patch as vllm_patch
 
     def patches(side: int) -> list[Any]:

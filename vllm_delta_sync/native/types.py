@@ -61,7 +61,7 @@ class Region(NamedTuple):
 def address_of(values: NDArray[Any]) -> int:
     """Where a contiguous array lies: `values.ctypes.data`, but that takes longer than many a loop that wants it."""
     if values.size and values.flags.writeable:
-        return ctypes.addressof(ctypes.c_byte.from_buffer(values.data))
+        return ctypes.addressof(ctypes.c_byte.from_buffer(values))  # type: ignore[arg-type]
     return int(values.ctypes.data)
 
 

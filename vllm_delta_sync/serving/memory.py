@@ -16,7 +16,7 @@ import torch
 from vllm_delta_sync import kernels, native
 from vllm_delta_sync.errors import Poisoned, StateError, StateHashMismatch, StrayWrite, UnsupportedLayout
 from vllm_delta_sync.kernels.upload import to_device
-from vllm_delta_sync.native import Seed
+from vllm_delta_sync.native import Seed, huge_pages
 from vllm_delta_sync.native.types import I64, U32, Bits
 from vllm_delta_sync.serving.affine import Region
 from vllm_delta_sync.serving.device_hash import hash_region
@@ -71,6 +71,11 @@ class LiveMemory:
             for width in set(widths)
         }
         self._slot = [widths[:i].count(width) for i, width in enumerate(widths)]
+
+    def prefer_huge_pages(self) -> None:
+        """Move what lies in the host's memory to huge pages: a commit, and decoding, go all over it."""
+        here = [flat for flat in self._flat if flat.device.type == "cpu"]
+        huge_pages.prefer((flat.data_ptr(), flat.nbytes) for flat in here)
 
     def read(self, region: Region, dtype: str, offsets: U32) -> Bits:
         """The elements at `offsets` from the region's first, as bits of the published `dtype`."""

@@ -118,8 +118,9 @@ class Rank:
         return RankLayout(self.layout.regions, self.layout.unsupported)
 
     def prove(self) -> msg.Proved:
-        """Full pass over all regions."""
-        assert self._running is not None
+        """Full pass over all regions, from where they will stay."""
+        assert self._running is not None and self.memory is not None
+        self.memory.prefer_huge_pages()
         return self._running.prove()
 
     def join(self, place: Place | None, lanes: Lanes) -> None:
