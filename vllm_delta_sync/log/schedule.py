@@ -5,13 +5,13 @@ Does not read, compose or write anything: `folding` and `anchoring` do.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from vllm_delta_sync.errors import ConfigError
 from vllm_delta_sync.log.retention import leading_to
 from vllm_delta_sync.wire.canonical_json import MAX_BYTES
-from vllm_delta_sync.wire.catalog import MAX_ENTRIES, Catalog, Fold
+from vllm_delta_sync.wire.catalog import MAX_ENTRIES, Anchor, Catalog, Fold
 
 NEAR = 256  # versions behind the tip within which every fold is kept
 _ROOM = MAX_BYTES * 7 // 8  # of a catalog; the rest is for what others add
@@ -146,8 +146,11 @@ def prune(catalog: Catalog, tip: int, pin: int | None = None, room: int = _ROOM)
     - all folds that end at most NEAR versions before the tip,
     - of older ones, a chain of the longest, end to end as far as they meet,
     - while a version is pinned, all: any may be part of the way to it, or back from it.
-    If that is too much, the ones that end first go, those of the first two kinds last.
+    If that is too much, the ones that end first go, those of the first two kinds last. Before that, old anchors go that
+    leave less than half of the room for folds: every version before the newest anchor still goes on from that.
     """
+    if pin is None:
+        catalog = catalog.model_copy(update={"anchors": tuple(_newest(catalog.anchors, room // 2))})
     starts = {0, *(anchor.version for anchor in catalog.anchors)}
     forward = [fold for fold in catalog.folds if fold.source < fold.to]
     far: dict[int, Fold] = {}
@@ -164,6 +167,17 @@ def prune(catalog: Catalog, tip: int, pin: int | None = None, room: int = _ROOM)
     ]
     staying.sort(key=lambda fold: (_ends(fold) in vital, max(fold.source, fold.to)))
     return _fitting(catalog, staying, room)
+
+
+def _newest(anchors: Sequence[Anchor], room: int) -> list[Anchor]:
+    """As many of the newest anchors as fit, and the newest one in any case."""
+    fitting: list[Anchor] = []
+    for anchor in reversed(anchors):
+        room -= len(anchor.to_bytes()) + 1
+        if room < 0 and fitting:
+            break
+        fitting.insert(0, anchor)
+    return fitting
 
 
 def _ends(fold: Fold) -> tuple[int, int]:

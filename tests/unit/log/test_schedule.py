@@ -192,6 +192,25 @@ def test_a_catalog_keeps_to_its_room_and_lets_go_of_what_ended_first() -> None:
     assert len(left) > 10
 
 
+def test_old_anchors_go_before_they_take_the_room_of_the_folds_near_the_tip() -> None:
+    near = [(at, at + 2) for at in range(990, 1000)]
+    before = catalog(*near, anchors=tuple(range(100, 1000, 10)))
+    room = len(before.to_bytes()) // 3
+    found = prune(before, 1001, room=room)
+    assert len(found.to_bytes()) <= room
+    left = [entry.version for entry in found.anchors]
+    assert left == list(range(left[0], 1000, 10))
+    assert len(left) > 10
+    assert ends(found) == set(near)
+
+
+def test_the_newest_anchor_stays_as_long_as_there_is_room_for_it() -> None:
+    before = catalog(anchors=(10, 20))
+    room = len(catalog(anchors=(20,)).to_bytes())
+    assert [entry.version for entry in prune(before, 30, room=room).anchors] == [20]
+    assert prune(before, 30, 10, room).anchors == before.anchors, "one may be the way to a pinned version"
+
+
 @pytest.mark.parametrize("tip", [1, 300, 1201])
 def test_a_long_run_keeps_a_small_catalog_in_which_everything_near_is_reached(tip: int) -> None:
     schedule = FoldSchedule()
