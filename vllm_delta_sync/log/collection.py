@@ -104,7 +104,7 @@ def _plan(
     clock: Callable[[], float],
 ) -> _Plan:
     pointer = log.latest()
-    before = log.catalog(pointer)
+    before = log.catalog_of_any_reach(pointer)
     after = before
     if pointer.pin is None:  # while it is set, any of the ways may be the one back to it, or on from it
         after = retention.retain(before, pointer.version, keep_versions=keep_versions, keep_anchors=keep_anchors)

@@ -86,11 +86,16 @@ class DeltaLog:
         Raises as `manifest` does, and as `require_reach`.
         """
         pointer = pointer or self.latest()
+        catalog = self.catalog_of_any_reach(pointer)
+        self.require_reach(pointer, catalog)
+        return catalog
+
+    def catalog_of_any_reach(self, pointer: LatestPointer) -> Catalog:
+        """The same, however many versions follow its `oldest`: for who lets old ones go. Raises as `manifest` does."""
         catalog, ref = Catalog(run=self.run), pointer.catalog
         if ref is not None:
             catalog = Catalog.from_bytes(fetch.verified(self.store, ref), f"{self.store.uri}/{ref.key}")
             self._require_own(catalog.run, f"{self.store.uri}/{ref.key}")
-        self.require_reach(pointer, catalog)
         return catalog
 
     def require_reach(self, pointer: LatestPointer, catalog: Catalog) -> None:

@@ -12,8 +12,8 @@ import tiny_folds
 import tiny_log
 from hooked_store import HookedStore
 
-from vllm_delta_sync.errors import ConfigError, DigestMismatch
-from vllm_delta_sync.log import DeltaLog, pinning
+from vllm_delta_sync.errors import ConfigError, DigestMismatch, VersionGap
+from vllm_delta_sync.log import DeltaLog, pinning, reader
 from vllm_delta_sync.log import verify as checks
 from vllm_delta_sync.log.collection import DAY_S, collect
 from vllm_delta_sync.log.replica import Replica
@@ -99,6 +99,17 @@ def test_after_a_collection_every_reader_has_its_way_and_the_rest_is_gone(
     again = collect(rich.log, keep_versions=1, keep_anchors=keep_anchors, grace=0, delete=True)
     assert [one.key.split("/")[0] for one in again.going] == ["catalogs"], "the one that was replaced"
     rich.publish(tiny_log.changed_model(rich.models[-1], 80))
+
+
+def test_a_log_of_more_versions_than_anybody_plans_over_is_collected_so_that_it_can_be_read_again(
+    rich: tiny_log.TinyLog, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(reader, "MAX_CHAIN", LENGTH - 1)
+    with pytest.raises(VersionGap, match="let old ones go"):
+        rich.log.catalog()
+    assert collect(rich.log, keep_versions=1, grace=0, delete=True).oldest == 4
+    assert rich.log.catalog().oldest == 4
+    rich.log.materialize(LENGTH, rich.base)
 
 
 def test_what_is_being_published_right_now_stays(rich: tiny_log.TinyLog) -> None:
