@@ -225,8 +225,8 @@ class Folder:
     def _wait_for(self, frozen: Frozen) -> End | None:
         """The version that a frozen state is, once it is durable; None if it never will be."""
 
-        def found() -> End | None:
-            return next((end for end in self._durable if end.state_root == frozen.state_root), None)
+        def found() -> End | None:  # the newest: of an older one in the same state, the manifest may be gone
+            return next((end for end in reversed(self._durable) if end.state_root == frozen.state_root), None)
 
         with self._changed:
             while (end := found()) is None and not frozen.lost and not self._stopping:

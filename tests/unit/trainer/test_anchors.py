@@ -62,6 +62,20 @@ def test_an_anchor_is_written_when_the_fold_from_the_base_is_dear_and_is_loadabl
     assert checks.verify(log).faults == ()
 
 
+def test_an_anchor_of_a_state_that_came_back_is_that_of_the_newest_version_in_it(tmp_path: Path) -> None:
+    training = Training()
+    first = {name: tensor.clone() for name, tensor in training.model.state_dict().items()}
+    training.step()
+    second = training.model.state_dict()
+    policy = AnchorPolicy(share=1e-9, every=3)
+    with Publisher.open(str(tmp_path), first, folds=None, anchors=policy) as publisher:
+        for state in (second, first, second):
+            publisher.publish(state)
+    log = DeltaLog.open(str(tmp_path))
+    assert [anchor.version for anchor in log.catalog().anchors] == [3]
+    assert checks.verify(log).faults == ()
+
+
 def test_a_frozen_state_stays_while_the_snapshot_moves_on_and_back() -> None:
     training = Training()
     base = bases.from_weights(training.model, torch.bfloat16, None, None)
