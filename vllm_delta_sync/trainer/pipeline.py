@@ -6,16 +6,20 @@ the versions in flight are taken back by the caller.
 
 from __future__ import annotations
 
+import logging
 import threading
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass, field
+from functools import partial
 
 from vllm_delta_sync.errors import PublishError
 from vllm_delta_sync.trainer.frozen import FrozenState
 from vllm_delta_sync.trainer.publication import Published
 from vllm_delta_sync.trainer.snapshot import Delta
+
+logger = logging.getLogger(__name__)
 
 
 def _outcome() -> Future[Published]:
@@ -88,15 +92,17 @@ class Pipeline:
         with self._changed:
             return version in self._versions or version.outcome.done()
 
-    def take_failure(self) -> Failure | None:
-        """If a version has failed: it and those behind it, taken out, after which the pipeline goes on; else None."""
+    @property
+    def failure(self) -> Failure | None:
+        """If a version has failed: it and those behind it, until `forget_failure`; else None."""
         with self._changed:
-            if self._error is None:
-                return None
-            failure = Failure(tuple(self._versions), self._error)
+            return None if self._error is None else Failure(tuple(self._versions), self._error)
+
+    def forget_failure(self) -> None:
+        """Take out the versions of a failure, after which the pipeline goes on."""
+        with self._changed:
             self._versions.clear()
             self._error = None
-            return failure
 
     def stop(self) -> None:
         """End the thread once nothing is in flight, or at once after a failure. Blocks until it has ended."""
@@ -114,7 +120,7 @@ class Pipeline:
             except BaseException as error:  # also a MemoryError: whatever it is, the caller must learn of it
                 self._fail(error)
             else:
-                version.outcome.set_result(published)
+                _tell(partial(version.outcome.set_result, published))
                 with self._changed:
                     self._versions.popleft()
                     self._changed.notify_all()
@@ -125,7 +131,7 @@ class Pipeline:
             self._error = error
             failed = tuple(self._versions)
         for version in failed:
-            version.outcome.set_exception(_not_durable(version, error))
+            _tell(partial(version.outcome.set_exception, _not_durable(version, error)))
         with self._changed:
             self._changed.notify_all()
 
@@ -133,6 +139,14 @@ class Pipeline:
         with self._changed:
             self._changed.wait_for(lambda: self._stopping or (self._error is None and bool(self._versions)))
             return self._versions[0] if self._error is None and self._versions else None
+
+
+def _tell(outcome: Callable[[], None]) -> None:
+    """Set an outcome. What a callback raises that a Future lets through, sys.exit() say, is the callback's alone."""
+    try:
+        outcome()
+    except BaseException:
+        logger.exception("a callback of a publication's outcome failed")
 
 
 def _not_durable(version: InFlight, error: BaseException) -> PublishError:

@@ -263,12 +263,13 @@ class Publisher:
 
     def _settle(self) -> None:
         """After a failure: take back the versions in flight, newest first, and raise what happened."""
-        failure = self._pipeline.take_failure()
+        failure = self._pipeline.failure
         if failure is None:
             return
         for version in reversed(failure.versions):
             self._snapshot.undo(version.delta)
         self._version = self._writer.tip.version
+        self._pipeline.forget_failure()  # last: after a Ctrl-C in between, all of them are taken back once more
         if isinstance(failure.error, RivalWriter):
             self._end(RivalWriter(f"{failure.error} (this publisher is closed for good)"))
             raise failure.error

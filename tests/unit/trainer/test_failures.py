@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import threading
 from concurrent.futures import Future
+from contextlib import nullcontext
 
 import pytest
 from tiny_training import Training, TroubledStore, logged
@@ -13,6 +14,7 @@ from vllm_delta_sync.errors import PublishError, UnsettledWrite
 from vllm_delta_sync.log import DeltaLog
 from vllm_delta_sync.trainer import Publisher
 from vllm_delta_sync.trainer.pipeline import InFlight
+from vllm_delta_sync.trainer.snapshot import Delta
 
 
 @pytest.mark.parametrize("part", ["safetensors", "manifest.json", "LATEST"])
@@ -88,6 +90,33 @@ def test_an_interrupt_once_the_changes_are_found_loses_none_of_them(
     assert logged(store) == training.state()
 
 
+def test_an_interrupt_while_versions_are_taken_back_loses_none_of_them(
+    store: TroubledStore, training: Training, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with Publisher.open(store, training.model) as publisher:
+        undo = publisher._snapshot.undo
+
+        def interrupted(delta: Delta) -> None:
+            undo(delta)
+            raise KeyboardInterrupt
+
+        store.gate.clear()
+        store.fail = lambda key: True
+        for _ in range(2):
+            training.step()
+            publisher.publish(training.model)
+        with monkeypatch.context() as patch:
+            patch.setattr(publisher._snapshot, "undo", interrupted)
+            store.gate.set()
+            with pytest.raises(KeyboardInterrupt):
+                publisher.wait()
+        store.fail = lambda key: False
+        with pytest.raises(PublishError, match="versions 1 to 2 did not become durable"):
+            publisher.wait()
+        assert publisher.publish(training.model).version == 1
+    assert logged(store) == training.state()
+
+
 def test_a_caller_that_stops_waiting_for_an_outcome_does_not_cancel_it(
     store: TroubledStore, training: Training
 ) -> None:
@@ -132,6 +161,34 @@ def test_a_callback_of_an_outcome_cannot_wait_for_its_own_thread(
     store.fail = lambda key: False
     publisher.close()
     assert [str(error)[:10] for error in raised] == ["a callback"] * 3
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_a_callback_that_exits_ends_the_publisher_no_more_than_one_that_fails(
+    store: TroubledStore, training: Training, fails: bool
+) -> None:
+    ended = threading.Event()
+
+    def call_back(outcome: object) -> None:
+        raise SystemExit(1)
+
+    def wait() -> None:
+        with pytest.raises(PublishError) if fails else nullcontext():
+            publisher.wait()
+        ended.set()
+
+    publisher = Publisher.open(store, training.model)
+    store.gate.clear()
+    store.fail = lambda key: fails
+    publisher.publish(training.model).outcome.add_done_callback(call_back)
+    store.gate.set()
+    threading.Thread(target=wait, daemon=True).start()
+    assert ended.wait(10)
+    store.fail = lambda key: False
+    training.step()
+    publisher.publish(training.model)
+    publisher.close()
+    assert logged(store) == training.state()
 
 
 def test_versions_behind_a_failed_one_are_taken_back_with_it(store: TroubledStore, training: Training) -> None:
