@@ -138,13 +138,13 @@ class Replica:
                 if keep is not None and hop.kind == "delta":
                     held.setdefault(block.spec, []).append(self._held(block, payload, undo[-1]))
             root = self._proven_root(hop, table, lanes, what)
+            if keep is not None and hop.kind == "delta":
+                ends = End(self.version, self.root, self.held), End(hop.to, root, hop.target)
+                keep(layers.of_blocks(*ends, {spec: (lanes[spec], rows) for spec, rows in held.items()}))
         except BaseException:
             for name, start, positions, old in reversed(undo):
                 self.tensors[name][1][start:][positions] = old
             raise
-        if keep is not None and hop.kind == "delta":
-            ends = End(self.version, self.root, self.held), End(hop.to, root, hop.target)
-            keep(layers.of_blocks(*ends, {spec: (lanes[spec], rows) for spec, rows in held.items()}))
         self.lanes.update(lanes)
         self.held, self.version, self.root = hop.target, hop.to, root
 

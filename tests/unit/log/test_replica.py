@@ -13,6 +13,7 @@ from tests.unit.log.replicas import LENGTH, assert_at, hops, pinned
 from vllm_delta_sync.errors import DigestMismatch, MalformedObject, NotFound, StateHashMismatch, VersionGap
 from vllm_delta_sync.log import DeltaLog, LogWriter
 from vllm_delta_sync.log.export import export
+from vllm_delta_sync.log.layers import Layer
 from vllm_delta_sync.log.replica import Replica
 from vllm_delta_sync.log.route import Route
 from vllm_delta_sync.log.tail import Tail
@@ -225,3 +226,13 @@ def test_a_reader_of_a_log_that_another_writer_continues_sees_its_versions(long:
     long.publish(tiny_log.changed_model(long.models[-1], 90))
     replica.follow(long.log.latest())
     assert_at(replica, long, LENGTH + 1)
+
+
+def test_a_replica_whose_delta_cannot_be_kept_is_what_it_was(long: tiny_log.TinyLog) -> None:
+    def keep(layer: Layer) -> None:
+        raise MemoryError
+
+    replica = Replica(long.log, long.base)
+    with pytest.raises(MemoryError):
+        replica.go_to(long.log.latest(), 1, keep=keep)
+    assert_at(replica, long, 0)
