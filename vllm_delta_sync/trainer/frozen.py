@@ -82,10 +82,15 @@ class FrozenState:
 
     def moved_back(self, delta: Delta) -> None:
         """The snapshot has taken back a version; it holds `moving`."""
-        if self._later and self._later[-1].before is delta.before:
-            self._later.pop()
-        else:
+        if not self.stayed(delta):
             self.lost = True
+
+    def stayed(self, delta: Delta) -> bool:
+        """The snapshot has not moved on by this version after all; returns whether `moved_on` was told of it."""
+        told = bool(self._later) and self._later[-1].before is delta.before
+        if told:
+            self._later.pop()
+        return told
 
     def read(self, spec: TensorSpec) -> source.Bits:
         """A copy of the bits uW[numel] of a tensor as they were. Raises AnchorOutpaced when too much changed since."""

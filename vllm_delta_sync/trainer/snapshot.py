@@ -114,8 +114,14 @@ class Snapshot:
         """
         with self._moving:
             delta = self._advance(weights)
-            for frozen in self._frozen:
-                frozen.moved_on(delta)
+            try:
+                for frozen in self._frozen:
+                    frozen.moved_on(delta)
+            except BaseException:
+                self._take_back(delta)
+                for frozen in self._frozen:
+                    frozen.stayed(delta)
+                raise
             return delta
 
     def _advance(self, weights: Iterable[tuple[str, torch.Tensor]]) -> Delta:
@@ -195,10 +201,11 @@ class Snapshot:
     def undo(self, delta: Delta) -> None:
         """Take back the newest version that was not taken back yet. Doing it twice does no harm."""
         with self._moving:
-            self._restore(delta.blocks)
-            self._lanes.update(delta.before)
-            for frozen in self._frozen:
+            self._take_back(delta)
+            for frozen in tuple(self._frozen):
                 frozen.moved_back(delta)
+                if frozen.lost:  # a traceback may have it for long: it is to keep none of the versions to come
+                    self._frozen.discard(frozen)
 
     @contextmanager
     def freeze(self, files: Mapping[str, bytes], most_bytes: int | None = None) -> Iterator[FrozenState]:
@@ -226,6 +233,10 @@ class Snapshot:
             frozen = FrozenState(self._bits, self._lanes, self._moving, files, most_bytes)
             self._frozen.add(frozen)
             return frozen
+
+    def _take_back(self, delta: Delta) -> None:
+        self._restore(delta.blocks)
+        self._lanes.update(delta.before)
 
     def _restore(self, blocks: Iterable[BlockDelta]) -> None:
         for block in blocks:

@@ -211,6 +211,23 @@ def test_versions_behind_a_failed_one_are_taken_back_with_it(store: TroubledStor
     assert logged(store, 1) == training.state()
 
 
+def test_a_failure_that_somebody_keeps_does_not_keep_the_versions_after_it(
+    store: TroubledStore, training: Training
+) -> None:
+    with Publisher.open(store, training.model) as publisher:
+        store.fail = lambda key: True
+        training.step()
+        kept = publisher.publish(training.model)
+        with pytest.raises(PublishError):
+            publisher.wait()
+        store.fail = lambda key: False
+        training.step()
+        publisher.publish(training.model).result(10)
+        publisher.wait()
+        assert kept.outcome.exception() is not None
+        assert len(publisher._snapshot._frozen) == 0
+
+
 def test_close_reports_a_failure_once_and_a_resumed_publisher_publishes_what_was_lost(
     store: TroubledStore, training: Training
 ) -> None:

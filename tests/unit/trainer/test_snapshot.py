@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 from tests.unit.native.special import SPECIAL
 from vllm_delta_sync.errors import BaseMismatch, ConfigError
 from vllm_delta_sync.trainer import source
-from vllm_delta_sync.trainer.snapshot import Snapshot, dense_may_win
+from vllm_delta_sync.trainer.frozen import FrozenState
+from vllm_delta_sync.trainer.snapshot import Delta, Snapshot, dense_may_win
 from vllm_delta_sync.wire import state_hash
 from vllm_delta_sync.wire.tensors import TensorSpec
 
@@ -164,6 +165,32 @@ def test_weights_whose_making_fails_halfway_leave_no_trace() -> None:
     with pytest.raises(RuntimeError, match="the gather timed out"):
         snapshot.advance(gathered())
     assert held(snapshot) == before
+
+
+def test_an_advance_that_cannot_be_told_to_who_holds_a_frozen_state_leaves_no_trace(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    snapshot = snapshot_of({"a": bf16([1, 2, 3])})
+    before = held(snapshot), lanes_from_scratch(snapshot)
+    with snapshot.freeze({}) as first, snapshot.freeze({}) as second:
+        told: list[FrozenState] = []
+
+        def moved_on(frozen: FrozenState, delta: Delta) -> None:
+            if told:
+                raise MemoryError
+            told.append(frozen)
+            real(frozen, delta)
+
+        real = FrozenState.moved_on
+        with monkeypatch.context() as patch:
+            patch.setattr(FrozenState, "moved_on", moved_on)
+            with pytest.raises(MemoryError):
+                snapshot.advance([("a", bf16([1, 7, 3]))])
+        assert (held(snapshot), lanes_from_scratch(snapshot)) == before
+        assert {spec: [*lanes] for spec, lanes in snapshot.lanes.items()} == before[1]
+        assert snapshot.advance([("a", bf16([1, 7, 3]))]).changed == 1
+        for frozen in (first, second):
+            assert [*frozen.read(snapshot.specs["a"])] == [1, 2, 3]
 
 
 def test_what_the_callers_stream_still_writes_is_waited_for_before_other_threads_read(
