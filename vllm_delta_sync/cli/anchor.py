@@ -14,6 +14,7 @@ from vllm_delta_sync.cli import output
 from vllm_delta_sync.log import DeltaLog
 from vllm_delta_sync.log.amend import amend
 from vllm_delta_sync.log.anchoring import with_anchors, write_anchor
+from vllm_delta_sync.log.schedule import prune
 
 
 def anchor(
@@ -30,7 +31,7 @@ def anchor(
     chosen = log.latest().version if version is None else version
     with output.progress() as show:
         made = write_anchor(log, chosen, base, progress=show)
-    amend(log, lambda catalog, _: with_anchors(catalog, [made]))
+    amend(log, lambda catalog, at: prune(with_anchors(catalog, [made]), at.version, at.pin))
     place = f"{log.store.uri}/{made.checkpoint.prefix}"
     if json:
         files = [file.key.rpartition("/")[2] for file in made.checkpoint.files]

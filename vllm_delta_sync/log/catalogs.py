@@ -7,12 +7,13 @@ from __future__ import annotations
 
 import hashlib
 
-from vllm_delta_sync.errors import LogError, NotFound
+from vllm_delta_sync.errors import LogError, NotFound, PublishError
 from vllm_delta_sync.log import names
 from vllm_delta_sync.log.draft import Change, Draft, drafted
 from vllm_delta_sync.log.reader import DeltaLog
 from vllm_delta_sync.log.stamps import SYSTEM, Stamps
 from vllm_delta_sync.store import Batch
+from vllm_delta_sync.wire.canonical_json import MAX_BYTES
 from vllm_delta_sync.wire.catalog import Catalog
 from vllm_delta_sync.wire.manifest import LatestPointer, ObjectRef
 
@@ -101,6 +102,8 @@ def put_catalog(store: Batch, catalog: Catalog, sequence: int, stamps: Stamps = 
 
 
 def put_document(store: Batch, key: str, data: bytes) -> ObjectRef:
-    """Put a manifest or a catalog; returns what leads to it."""
+    """Put a manifest or a catalog; returns what leads to it. Raises PublishError for one that no reader would take."""
+    if len(data) > MAX_BYTES:
+        raise PublishError(f"{key} would be {len(data)} bytes of JSON, at most {MAX_BYTES} are read")
     info = store.put(key, data)
     return ObjectRef(key=key, sha256=hashlib.sha256(data).hexdigest(), size=len(data), content=info.content)

@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import pytest
+import tiny_folds
 import tiny_log
 from hooked_store import HookedStore
 
 from tests.unit.log.writers import idle, with_pin, writer_on
-from vllm_delta_sync.errors import NotFound, Unavailable
+from vllm_delta_sync.errors import NotFound, PublishError, Unavailable
 from vllm_delta_sync.log import LogWriter, pointer
 from vllm_delta_sync.log.catalogs import put_catalog
 from vllm_delta_sync.store import ObjectInfo, together
@@ -65,6 +66,15 @@ def test_a_catalog_that_is_lost_or_damaged_is_replaced_by_the_next(tiny: tiny_lo
         made = tiny.writer.put_catalog(lambda found: found)
         assert tiny.log.catalog() == made
         assert made.oldest == number
+
+
+def test_a_catalog_that_no_reader_would_take_is_refused_before_it_is_put(tiny: tiny_log.TinyLog) -> None:
+    folds = tuple(tiny_folds.stated_fold(at, at + 1) for at in range(2048))
+    keys = list(tiny.log.store.list())
+    with pytest.raises(PublishError, match="at most 1048576 are read"):
+        tiny.writer.put_catalog(lambda found: found.model_copy(update={"folds": folds}))
+    assert list(tiny.log.store.list()) == keys
+    idle(tiny.writer)
 
 
 def test_a_damaged_catalog_that_this_writer_never_read_is_told(tiny: tiny_log.TinyLog) -> None:
