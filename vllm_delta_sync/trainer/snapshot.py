@@ -8,8 +8,8 @@ from __future__ import annotations
 import sys
 import threading
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager
 from dataclasses import dataclass
 from weakref import WeakSet
@@ -144,8 +144,21 @@ class Snapshot:
     def _find(
         self, weights: Iterable[tuple[str, torch.Tensor]], found: list[BlockDelta], pool: ThreadPoolExecutor
     ) -> None:
-        seen: set[str] = set()
         running: deque[Future[None]] = deque()
+        try:
+            self._compare_all(weights, found, pool, running)
+        except BaseException:
+            _end(running)
+            raise
+
+    def _compare_all(
+        self,
+        weights: Iterable[tuple[str, torch.Tensor]],
+        found: list[BlockDelta],
+        pool: ThreadPoolExecutor,
+        running: deque[Future[None]],
+    ) -> None:
+        seen: set[str] = set()
         for name, tensor in weights:
             spec = self._specs[name]
             source.check(spec, tensor)
@@ -262,4 +275,17 @@ def _pieces(
 def _drain(running: deque[Future[None]], limit: int) -> None:
     """Wait until at most `limit` comparisons are running; raises what one of them raised."""
     while len(running) > limit:
-        running.popleft().result()
+        running[0].result()
+        running.popleft()
+
+
+def _end(running: Collection[Future[None]]) -> None:
+    """Wait until no comparison is running, whatever interrupts: what one still moves on, nobody would take back."""
+    while True:
+        try:
+            for future in running:
+                future.cancel()
+            wait(running)
+            return
+        except KeyboardInterrupt:  # one more; the first is on its way to the caller
+            continue

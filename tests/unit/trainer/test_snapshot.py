@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import signal
+import threading
+import time
 from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -164,6 +168,35 @@ def test_weights_whose_making_fails_halfway_leave_no_trace() -> None:
     before = held(snapshot)
     with pytest.raises(RuntimeError, match="the gather timed out"):
         snapshot.advance(gathered())
+    assert held(snapshot) == before
+
+
+def test_an_advance_that_is_interrupted_twice_leaves_no_trace(monkeypatch: pytest.MonkeyPatch) -> None:
+    snapshot = snapshot_of({"a": bf16([1, 2, 3])})
+    before = held(snapshot)
+    compare, begun, pressed, ended = snapshot._compare, threading.Event(), threading.Event(), threading.Event()
+
+    def slow(*block: Any) -> None:
+        begun.set()
+        assert pressed.wait(10)
+        compare(*block)
+        ended.set()
+
+    def impatient() -> None:
+        assert begun.wait(10)
+        for _ in range(2):
+            time.sleep(0.2)
+            signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
+        time.sleep(0.2)
+        pressed.set()
+
+    monkeypatch.setattr(snapshot, "_compare", slow)
+    presser = threading.Thread(target=impatient)
+    presser.start()
+    with pytest.raises(KeyboardInterrupt):
+        snapshot.advance([("a", bf16([1, 7, 3]))])
+    presser.join()
+    assert ended.wait(10)
     assert held(snapshot) == before
 
 
