@@ -40,7 +40,7 @@ class Entry:
 
 
 def entries(log: DeltaLog, pointer: LatestPointer, limit: int | None = None) -> Iterator[Entry]:
-    """The versions that are left, from the tip down, and version 0 last; `limit` of them at most.
+    """The versions whose deltas are left, from the tip down, and version 0 last; `limit` of them at most.
 
     Raises what reading the catalog, manifests and tables raises.
     """
@@ -61,7 +61,7 @@ def entries(log: DeltaLog, pointer: LatestPointer, limit: int | None = None) -> 
 
     left = float("inf") if limit is None else limit
     manifest = log.tip(pointer)
-    while manifest.version > 0 and left > 0:
+    while manifest.version > catalog.oldest and left > 0:
         yield entry(manifest)
         left -= 1
         if manifest.version == catalog.oldest + 1 or left == 0:

@@ -13,7 +13,7 @@ import tiny_log
 from hooked_store import HookedStore
 
 from vllm_delta_sync.errors import ConfigError, DigestMismatch, VersionGap
-from vllm_delta_sync.log import DeltaLog, pinning, reader
+from vllm_delta_sync.log import DeltaLog, history, pinning, reader
 from vllm_delta_sync.log import verify as checks
 from vllm_delta_sync.log.collection import DAY_S, collect
 from vllm_delta_sync.log.replica import Replica
@@ -110,6 +110,14 @@ def test_a_log_of_more_versions_than_anybody_plans_over_is_collected_so_that_it_
     assert collect(rich.log, keep_versions=1, grace=0, delete=True).oldest == 4
     assert rich.log.catalog().oldest == 4
     rich.log.materialize(LENGTH, rich.base)
+
+
+def test_a_log_of_which_no_delta_is_left_is_listed_down_to_its_base(rich: tiny_log.TinyLog) -> None:
+    tiny_folds.add_fold(rich, 4, LENGTH)
+    assert collect(rich.log, keep_versions=0, grace=0, delete=True).oldest == LENGTH
+    assert [entry.manifest.version for entry in history.entries(rich.log, rich.log.latest())] == [0]
+    rich.publish(tiny_log.changed_model(rich.models[-1], 80))
+    assert [entry.manifest.version for entry in history.entries(rich.log, rich.log.latest())] == [LENGTH + 1, 0]
 
 
 def test_what_is_being_published_right_now_stays(rich: tiny_log.TinyLog) -> None:
