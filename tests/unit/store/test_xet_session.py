@@ -35,6 +35,12 @@ def test_each_failure_of_the_client_is_a_typed_error(raised: Exception, kind: ty
     assert "reading hf://buckets/me/b/x" in str(error) and str(raised) in str(error)
 
 
+def test_a_signed_url_is_not_repeated() -> None:
+    url = "https://transfer.example/xorbs/ab?Expires=1&Signature=hunter2&Key-Pair-Id=K"
+    message = str(failed(ConnectionError(f"HTTP status client error (403 Forbidden) for url ({url})"), "reading"))
+    assert "transfer.example/xorbs/ab" in message and "hunter2" not in message
+
+
 def test_an_error_of_the_hub_itself_stays_what_it_is() -> None:
     refused = RateLimited("the Hub asks to wait", 17)
     assert failed(refused, "reading") is refused
