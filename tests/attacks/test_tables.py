@@ -166,9 +166,19 @@ def test_110_a_header_that_grows_when_it_is_decompressed_is_refused_by_its_lengt
     assert container.parse_file(flood, "the file", max_header=container.CHECKPOINT_HEADER_BYTES).entries == {}
 
 
-def test_111_a_dtype_of_a_megabyte_is_not_echoed() -> None:
-    long = header(b'{"a":{"dtype":"' + b"x" * 900_000 + b'","shape":[],"data_offsets":[0,0]}}')
-    with pytest.raises(MalformedObject, match="dtype") as caught:
+@pytest.mark.parametrize(
+    "entry",
+    [
+        b'"a":{"dtype":"%s","shape":[],"data_offsets":[0,0]}',
+        b'"\\ud800%s":{"dtype":"U8","shape":[0],"data_offsets":[0,0]}',
+        b'"a":{"dtype":"U8","shape":["%s"],"data_offsets":[0,0]}',
+        b'"a":{"dtype":"U8","shape":[0],"data_offsets":["%s",0]}',
+    ],
+    ids=["dtype", "name", "size", "offset"],
+)
+def test_111_a_megabyte_is_not_echoed(entry: bytes) -> None:
+    long = header(b"{" + entry % (b"x" * 900_000) + b"}")
+    with pytest.raises(MalformedObject, match="the file") as caught:
         container.parse_file(long, "the file")
     assert len(str(caught.value)) < 1000
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import difflib
 import os
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from typing import get_args
 
@@ -46,7 +46,7 @@ def parse(settings: object, where: str) -> DeltaSyncConfig:
         ConfigError: naming each wrong key, its value, why it is wrong and what was probably meant.
     """
     if not isinstance(settings, Mapping):
-        raise ConfigError(f"{where}: expected a mapping of settings, got {settings!r}; {_EXAMPLE}")
+        raise ConfigError(f"{where}: expected a mapping of settings, got {_shown(settings)}; {_EXAMPLE}")
     try:
         return DeltaSyncConfig.model_validate(dict(settings))
     except ValidationError as error:
@@ -106,7 +106,7 @@ def load_file(path: Path) -> DeltaSyncConfig:
         content = yaml.safe_load(path.read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path}: cannot be read: {error}") from None
-    except yaml.YAMLError as error:
+    except (yaml.YAMLError, ValueError, RecursionError) as error:  # as of a date that there is not
         raise ConfigError(f"{path}: is not YAML: {error}") from None
     if isinstance(content, Mapping) and set(content) == {SECTION}:
         content = content[SECTION]
@@ -121,7 +121,8 @@ def _explain(detail: ErrorDetails) -> str:
         if _SECRET.search(location[-1]):
             return f"unknown key {key!r}: secrets are never settings; give them in the environment (docs/operations.md)"
         valid = sorted(model.model_fields)
-        return f"unknown key {key!r} (value {value!r}){_nearest(location[-1], valid)}; the keys are {', '.join(valid)}"
+        shown = "(not shown)" if isinstance(value, str) else f"(value {_shown(value)})"
+        return f"unknown key {key!r} {shown}{_nearest(location[-1], valid)}; the keys are {', '.join(valid)}"
     if detail["type"] == "missing":
         hint = ": the bucket to follow, for example file:///path/to/bucket" if key == "store" else ""
         return f"the key {key!r} is missing{hint}"
@@ -133,9 +134,14 @@ def _explain(detail: ErrorDetails) -> str:
         return f"{key}.kind: {tag!r} is not one of {', '.join(valid)}{_nearest(tag, valid)}"
     if detail["type"] == "literal_error":
         valid = list(_choices(model.model_fields[location[-1]].annotation))
-        return f"{key}: {value!r} is not one of {', '.join(valid)}{_nearest(str(value), valid)}"
-    shown = "(not shown)" if isinstance(value, str) and "@" in value else repr(value)  # it may hold a password
-    return f"{key}: {shown}: {_reason(detail)}" if key else _reason(detail)
+        return f"{key}: {_shown(value)} is not one of {', '.join(valid)}{_nearest(str(value), valid)}"
+    return f"{key}: {_shown(value)}: {_reason(detail)}" if key else _reason(detail)
+
+
+def _shown(value: object) -> str:
+    """A value as messages repeat it: not a URL that may hold a password or a signature, nor what has parts."""
+    secret = "@" in value or "?" in value if isinstance(value, str) else isinstance(value, Collection)
+    return "(not shown)" if secret else repr(value)
 
 
 def _placed(location: list[str]) -> tuple[type[Settings], list[str]]:

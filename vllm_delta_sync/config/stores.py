@@ -212,7 +212,7 @@ def settings_of_uri(uri: str) -> dict[str, str]:
     if scheme not in MODELS:
         close = difflib.get_close_matches(scheme, MODELS, n=1, cutoff=0.5)
         raise ValueError(
-            f"store {uri!r} has the scheme {scheme!r}{f', did you mean {close[0]!r}?' if close else ','} and the "
+            f"the store's URI has the scheme {scheme!r}{f', did you mean {close[0]!r}?' if close else ','} and the "
             f"stores that exist are: {', '.join(EXAMPLES.values())}, or a plain path"
         )
     if scheme == "file":

@@ -9,6 +9,7 @@ import ctypes
 import math
 import threading
 from collections.abc import Sequence
+from itertools import starmap
 from typing import Any
 
 import numpy as np
@@ -100,14 +101,14 @@ def diff(snapshot: Bits, current: Bits, *, advance: bool) -> Changes:
     if advance and not snapshot.flags.writeable:
         raise ValueError("diff cannot advance a read-only snapshot; pass a writable one or advance=False")
     pieces: list[Changes] = []
-    done = found = 0
+    done, counts = 0, [0]
     address, other = address_of(snapshot), address_of(current)
     try:
         while True:
-            found = _lib.vds_diff(
-                width, address + done * width, other + done * width, size - done, done, advance, *scratch.arguments
-            )
-            piece = scratch.take(found, width)
+            arguments = width, address + done * width, other + done * width, size - done, done, advance
+            # Not given a name: a signal that came meanwhile is handled before that, and what was found must be known.
+            counts.extend(starmap(_lib.vds_diff, [(*arguments, *scratch.arguments)]))
+            piece = scratch.take(counts[-1], width)
             done += scratch.consumed.value
             if done == size and not pieces:
                 return piece
@@ -120,7 +121,7 @@ def diff(snapshot: Bits, current: Bits, *, advance: bool) -> Changes:
             for piece in pieces:
                 piece.undo(snapshot)
             # What was found last may not have got into `pieces`; if it has, undoing it twice does no harm.
-            scratch.undo(found, snapshot)
+            scratch.undo(counts[-1], snapshot)
         raise
 
 

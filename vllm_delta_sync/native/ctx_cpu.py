@@ -48,8 +48,9 @@ class _Memory(threading.local):
         """What `call`, with an address and how many bytes are there, returns when they are enough."""
         outcome = call(self.address, self.size)
         if outcome == _NO_MEMORY:
-            self._bytes = np.empty(_lib.vds_ctx_memory(grid.address, changed, room), np.uint8)
-            self.size, self.address = self._bytes.size, address_of(self._bytes)
+            larger = np.empty(_lib.vds_ctx_memory(grid.address, changed, room), np.uint8)
+            address = address_of(larger)  # before the smaller one is let go of: what fails here must leave that in use
+            self._bytes, self.size, self.address = larger, larger.size, address
             outcome = call(self.address, self.size)
         return outcome
 

@@ -83,15 +83,18 @@ class CtxGrid:
             return False
         return bool(begins[0] >= 0 and ends[-1] <= self.row_length and (begins[1:] >= ends[:-1]).all())
 
-    @cached_property
     def _described(self) -> I64:
         """As the C library wants it: Grid of csrc/cpu/ctx_grid.h."""
         return np.array((self.rows, self.row_length, address_of(self.strips), len(self.strips)), np.int64)
 
-    @cached_property
+    @property
     def address(self) -> int:
-        """Of what the C library reads of the grid."""
-        return address_of(self._described)
+        """Of what the C library reads of the grid, which lives as long as this."""
+        kept = vars(self).get("described")
+        if kept is None:
+            # Threads share grids, and what one of them has the address of must not be let go of for another one's.
+            kept = vars(self).setdefault("described", self._described())
+        return address_of(kept)
 
     @cached_property
     def covered(self) -> int:

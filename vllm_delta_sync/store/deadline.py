@@ -39,8 +39,8 @@ def call_within(seconds: float, what: str, call: Callable[[], _T], abandoned: th
     try:
         return outcome.result(seconds)
     except TimeoutError:
-        if outcome.done():  # the call's own error, not the deadline
-            raise
+        if outcome.done():  # the call's own error, or it ended at that very moment
+            return outcome.result()
         if abandoned is not None:
             abandoned.set()
         raise Unavailable(

@@ -172,7 +172,7 @@ class HfStore:
         found: dict[str, float] = {}
         for some in _batches(checked(key, self.uri) for key in keys):
             for key, row in self._described(some, f"dating objects of {self.uri}").items():
-                with suppress(TypeError, ValueError):
+                with suppress(KeyError, TypeError, ValueError):
                     found[key] = datetime.fromisoformat(row["uploadedAt"]).timestamp()
         return found
 

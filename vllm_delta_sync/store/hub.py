@@ -50,7 +50,7 @@ class Answer:
         """The body as JSON; raises Unavailable when it is none, as that of a proxy's page."""
         try:
             return json.loads(self.body)
-        except ValueError:
+        except (ValueError, RecursionError):
             raise no_hub(what, "the answer is not JSON") from None
 
 

@@ -82,7 +82,7 @@ def after(event: Event, cursor: str | None, path: str) -> tuple[str | None, bool
         said = json.loads(event.data or "{}")
         following = said.get("cursor") or cursor
         touched = event.name == "changes" and any(change.get("path") == path for change in said["changes"])
-    except (ValueError, KeyError, TypeError, AttributeError):
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
         return cursor, True
     return (following if isinstance(following, str) else cursor), touched
 

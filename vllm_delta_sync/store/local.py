@@ -97,13 +97,13 @@ class LocalStore:
 
     def get(self, key: str, start: int = 0, end: int | None = None, *, content: Content | None = None) -> bytes:
         del content  # a directory knows its objects by key alone
-        with _typed(self.uri, key), self.path(key).open("rb") as file:
+        with _typed(self.uri, key), _opened(self.path(key)) as file:
             file.seek(start)
             return file.read(-1 if end is None else max(0, end - start))
 
     def opened(self, key: str) -> BufferedReader:
         with _typed(self.uri, key):
-            return self.path(key).open("rb")
+            return _opened(self.path(key))
 
     def head(self, key: str) -> ObjectInfo:
         with _typed(self.uri, key):
@@ -132,12 +132,20 @@ class LocalStore:
         return found
 
 
+def _opened(path: Path) -> BufferedReader:
+    """A file for reading; raises FileNotFoundError also for what is none."""
+    # Who else may write here may leave a pipe, whose other end nobody is to wait for.
+    handle = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
+    if stat.S_ISREG(os.fstat(handle).st_mode):
+        return os.fdopen(handle, "rb")
+    os.close(handle)
+    raise FileNotFoundError
+
+
 def _info(path: Path) -> ObjectInfo:
-    """What `head` tells of a file; raises FileNotFoundError also for what is none."""
-    with path.open("rb") as file:
+    """What `head` tells of a file; raises as `_opened` does."""
+    with _opened(path) as file:
         found = os.fstat(file.fileno())
-        if not stat.S_ISREG(found.st_mode):
-            raise FileNotFoundError
         if found.st_size > _TAGGED_BY_CONTENT:
             return ObjectInfo(found.st_size, f"{found.st_mtime_ns}-{found.st_size}-{found.st_ino}")
         # Clocks of file systems are coarse and numbers of files used again: of small objects, which may be replaced
@@ -209,7 +217,7 @@ def _sync_directory(directory: Path) -> None:
 
 
 def _unless_missing(error: OSError) -> None:
-    if not isinstance(error, FileNotFoundError):
+    if not isinstance(error, FileNotFoundError | NotADirectoryError):
         raise error
 
 

@@ -123,12 +123,15 @@ class XetTransfers:
 
     def _shared(self, what: str) -> _Downloads:
         held = leave(self._hub, self._bucket, "read", what)
-        with self._lock:
-            found = self._downloads
-            if found is None or found.process != os.getpid() or found.leave is not held:
-                group = session().new_download_stream_group(**held.arguments)
-                found = self._downloads = _Downloads(os.getpid(), held, group)
-            return found
+        found = self._downloads
+        if found is None or found.process != os.getpid() or found.leave is not held:
+            # Without the lock, which one that does not come back would keep from all who then give up on it.
+            made = _Downloads(os.getpid(), held, session().new_download_stream_group(**held.arguments))
+            with self._lock:
+                if self._downloads is found:  # else another thread was first
+                    self._downloads = made
+                return self._downloads or made
+        return found
 
     def _drop(self, downloads: _Downloads) -> None:
         # Without aborting it: that would cut others' downloads short, silently. What hangs ends by hf_xet's own limits.

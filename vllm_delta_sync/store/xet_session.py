@@ -35,6 +35,7 @@ SETTINGS: dict[str, Any] = {
 _CACHE = "HF_XET_CACHE"
 _CACHE_NAME = "vllm-delta-sync-xet-"
 _BUSY_S = 30.0
+_QUERY = re.compile(r"\?\S*")  # of a URL that it names, which is signed
 
 _lock = threading.Lock()
 _sessions: dict[int, Any] = {}  # process id → its session, which does not survive a fork
@@ -76,7 +77,7 @@ def failed(error: Exception, what: str) -> StoreError:
     """The typed error for what hf_xet raised; only its text tells the status that the Xet store answered."""
     if isinstance(error, StoreError):
         return error
-    message = f"{what}: {type(error).__name__}: {error}"
+    message = f"{what}: {type(error).__name__}: {_QUERY.sub('?…', str(error))}"
     if "size mismatch" in str(error):
         return WrongSize(f"{message}; the content is another one, or its transfer was cut short")
     found = re.search(r"HTTP status client error \((\d{3})", str(error))

@@ -78,7 +78,9 @@ def open_checkpoint(directory: str | os.PathLike[str]) -> Checkpoint:
     if not (root / INDEX).is_file():
         raise NotFound(f"{root} holds neither {SINGLE} nor {INDEX}; give the directory of a safetensors checkpoint")
     what = str(root / INDEX)
-    weight_map = canonical_json.parse((root / INDEX).read_bytes(), what, max_bytes=_MAX_INDEX_BYTES).get("weight_map")
+    with (root / INDEX).open("rb") as file:
+        index = file.read(_MAX_INDEX_BYTES + 1)
+    weight_map = canonical_json.parse(index, what, max_bytes=_MAX_INDEX_BYTES).get("weight_map")
     if not isinstance(weight_map, dict) or not all(isinstance(value, str) for value in weight_map.values()):
         raise MalformedObject(f"{what}: weight_map must map tensor names to file names")
     for name in sorted(set(weight_map.values())):
@@ -87,7 +89,7 @@ def open_checkpoint(directory: str | os.PathLike[str]) -> Checkpoint:
         checkpoint.add_file(root / name)
     if set(weight_map) != set(checkpoint):
         odd = min(set(weight_map) ^ set(checkpoint))
-        raise MalformedObject(f"{what}: tensor {odd!r} is in the index or in the files, but not in both")
+        raise MalformedObject(f"{what}: tensor {odd[:80]!r} is in the index or in the files, but not in both")
     return checkpoint
 
 

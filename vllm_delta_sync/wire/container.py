@@ -87,7 +87,7 @@ def _entry(name: str, value: object, data_start: int, what: str) -> Entry:
     except MalformedObject as error:
         raise MalformedObject(f"{what}: {error}") from None
     if any(type(offset) is not int or offset < 0 for offset in offsets) or offsets[1] - offsets[0] != nbytes:
-        raise MalformedObject(f"{where}: data_offsets {offsets} do not span its {nbytes} bytes")
+        raise MalformedObject(f"{where}: data_offsets {str(offsets)[:80]} do not span its {nbytes} bytes")
     return Entry(dtype, tuple(shape), data_start + offsets[0], data_start + offsets[1])
 
 

@@ -38,18 +38,19 @@ class TensorSpec:
         try:
             size = len(self.name.encode())
         except UnicodeEncodeError:
-            raise MalformedObject(f"tensor name {self.name!r} is not valid UTF-8") from None
+            raise MalformedObject(f"tensor name {self.name[:80]!r} is not valid UTF-8") from None
         if not 0 < size <= MAX_NAME_BYTES or "\n" in self.name or "\0" in self.name:
             raise MalformedObject(
                 f"tensor name {self.name[:80]!r} must be 1 to {MAX_NAME_BYTES} bytes without line feeds or NULs"
             )
         width = dtypes.by_name(self.dtype).width
         if len(self.shape) > MAX_RANK or any(type(n) is not int or n < 0 for n in self.shape):
-            raise MalformedObject(
-                f"tensor {self.name!r}: shape {list(self.shape)[:MAX_RANK]} must be at most {MAX_RANK} integers >= 0"
-            )
+            raise MalformedObject(f"{self._shown()} must be at most {MAX_RANK} integers >= 0")
         if math.prod(self.shape) * width > MAX_BYTES or any(n > MAX_BYTES for n in self.shape):
-            raise MalformedObject(f"tensor {self.name!r}: shape {list(self.shape)} is larger than {MAX_BYTES} bytes")
+            raise MalformedObject(f"{self._shown()} is larger than {MAX_BYTES} bytes")
+
+    def _shown(self) -> str:
+        return f"tensor {self.name!r}: shape {str(list(self.shape[:MAX_RANK]))[:200]}"
 
     @property
     def numel(self) -> int:

@@ -122,6 +122,23 @@ def test_a_secret_in_the_settings_is_refused_and_never_repeated(key: str) -> Non
     assert key in message and "environment" in message and "hunter2" not in message
 
 
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"store": {"kind": "s3", "bucket": "bucket", "api_key": "hunter2"}},
+        {"store": {"kind": "s3", "bucket": "bucket", "storage_options": {"key": "hunter2"}}},
+        {"store": {"kind": "s3", "bucket": "bucket", "endpoint_url": "https://host/?signature=hunter2"}},
+        {"store": {"kind": "s3", "bucket": "bucket", "prefix": ["hunter2"]}},
+        {"store": ["s3://me:hunter2@bucket"]},
+        {"store": "https://me:hunter2@host/bucket"},
+        {"stor": "s3://me:hunter2@bucket"},
+        "s3://me:hunter2@bucket",
+    ],
+)
+def test_what_may_be_a_secret_in_the_wrong_place_is_never_repeated(settings: object) -> None:
+    assert "hunter2" not in _refused(settings)
+
+
 @pytest.mark.parametrize("url", ["http://me:hunter2@host", "ftp://host", "host:9000", "http://"])
 def test_an_endpoint_is_a_plain_http_address(url: str) -> None:
     message = _refused({"store": {"kind": "s3", "bucket": "bucket", "endpoint_url": url}})
@@ -236,9 +253,10 @@ def test_an_error_in_a_file_names_the_file(tmp_path: Path) -> None:
 def test_a_file_that_is_missing_or_no_yaml_is_refused_by_name(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"absent\.yaml: cannot be read"):
         config.load_file(tmp_path / "absent.yaml")
-    (tmp_path / "bad.yaml").write_text("store: [")
-    with pytest.raises(ConfigError, match=r"bad\.yaml: is not YAML"):
-        config.load_file(tmp_path / "bad.yaml")
+    for text in ("store: [", "run: 2024-99-99", "[" * 3000):
+        (tmp_path / "bad.yaml").write_text(text)
+        with pytest.raises(ConfigError, match=r"bad\.yaml: is not YAML"):
+            config.load_file(tmp_path / "bad.yaml")
 
 
 def test_settings_given_twice_are_refused(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import struct
 from types import ModuleType
 
@@ -96,6 +97,27 @@ def test_a_diff_for_whose_result_there_is_no_memory_leaves_the_snapshot(
             native.diff(snapshot, old + old.dtype.type(1), advance=True)
     assert np.array_equal(snapshot, old)
     assert native.diff(snapshot, old + old.dtype.type(1), advance=True).positions.size == old.size
+
+
+def test_a_diff_that_a_signal_ends_leaves_the_snapshot() -> None:
+    cpu = pytest.importorskip("vllm_delta_sync.native.cpu")
+
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    old = np.zeros(1 << 24, np.uint16)
+    new, snapshot = old.copy(), old.copy()
+    new[::1000] = 1
+    handled = signal.signal(signal.SIGALRM, interrupt)
+    try:
+        for _ in range(5):
+            with pytest.raises(KeyboardInterrupt):
+                signal.setitimer(signal.ITIMER_REAL, 0.0003)  # what is compared takes milliseconds
+                cpu.diff(snapshot, new, advance=True)
+            assert np.array_equal(snapshot, old)
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, handled)
 
 
 def test_unaligned_rows_are_refused(native: ModuleType) -> None:

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import threading
 import time
+from concurrent.futures import Future
 
 import pytest
 
 from vllm_delta_sync.errors import NotFound, Unavailable
+from vllm_delta_sync.store import deadline
 from vllm_delta_sync.store.deadline import call_within
 
 
@@ -41,6 +43,30 @@ def test_a_call_that_hangs_is_given_up_by_name_and_told_so() -> None:
         call_within(0.05, "reading hf://x", hang, abandoned)
     assert time.monotonic() - begin < 5
     assert ended.wait(5)
+
+
+def test_a_call_that_ends_at_the_deadline_has_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    over, ended = threading.Event(), threading.Event()
+
+    class AtTheDeadline(Future[int]):
+        def result(self, timeout: float | None = None) -> int:
+            try:
+                return super().result(timeout)
+            except TimeoutError:
+                over.set()
+                assert ended.wait(5)
+                raise
+
+        def set_result(self, result: int) -> None:
+            super().set_result(result)
+            ended.set()
+
+    def call() -> int:
+        assert over.wait(5)
+        return 7
+
+    monkeypatch.setattr(deadline, "Future", AtTheDeadline)
+    assert call_within(0.01, "looking", call) == 7
 
 
 def test_a_call_that_ends_in_time_is_not_told_otherwise() -> None:

@@ -105,6 +105,22 @@ def test_a_list_without_end_is_given_up() -> None:
         store.list()
 
 
+@pytest.mark.parametrize("body", [b"<html>", b"\xff", b"[" * 100_000])
+def test_an_answer_that_is_no_json_is_none_of_a_hub(body: bytes) -> None:
+    with pytest.raises(Unavailable, match="is not JSON"):
+        Answer(200, {}, body).json("asking")
+
+
+def test_a_file_that_the_hub_does_not_date_is_left_out() -> None:
+    class Undated(Hub):
+        def _send(self, what: str, method: str, url: str, body: bytes | None, kind: str) -> Answer:
+            rows = [{"type": "file", "path": name, **dated} for name, dated in found.items()]
+            return Answer(200, {}, json.dumps(rows).encode())
+
+    found = {"a": {"uploadedAt": "1970-01-01T00:00:01Z"}, "b": {}, "c": {"uploadedAt": "?"}}
+    assert HfStore("me/bucket", Undated("https://hub.example", 10), 10).modified(list(found)) == {"a": 1.0}
+
+
 def test_an_answer_that_comes_byte_by_byte_for_ever_holds_no_thread() -> None:
     server = FakeServer()
     server.answer = Said(body=b"x" * 1000, drip_s=0.05)

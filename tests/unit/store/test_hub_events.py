@@ -38,6 +38,7 @@ def _changes(*paths: str, cursor: str = "9") -> Event:
         (Event("changes", '{"cursor":"3","changes":7}'), "1", True),  # not understood: look, to be sure
         (Event("changes", "no JSON"), "1", True),
         (Event("changes", "[]"), "1", True),
+        (Event("changes", "[" * 100_000), "1", True),
         (Event("reset", '{"reason":"old"}'), None, True),
         (Event("reconnect", '{"cursor":"4"}'), "4", False),
         (Event("news", '{"cursor":"5"}'), "1", False),  # a kind of later Hubs

@@ -23,6 +23,7 @@ from vllm_delta_sync.errors import (
     Unavailable,
 )
 from vllm_delta_sync.store import child, local, open_store
+from vllm_delta_sync.store.deadline import call_within
 from vllm_delta_sync.store.local import LocalStore
 
 
@@ -72,6 +73,18 @@ def test_a_file_where_the_directory_should_be_is_not_found(tmp_path: Path) -> No
     (tmp_path / "bucket").write_bytes(b"")
     with pytest.raises(NotFound):
         open_store(str(tmp_path / "bucket")).get("RUN")
+
+
+def test_nothing_is_listed_below_a_file(tmp_path: Path) -> None:
+    (tmp_path / "versions").write_bytes(b"")
+    assert list(LocalStore(tmp_path).list("versions/")) == []
+
+
+@pytest.mark.parametrize("name", ["get", "head", "opened"])
+def test_nobody_waits_for_the_other_end_of_a_pipe(tmp_path: Path, name: str) -> None:
+    os.mkfifo(tmp_path / "LATEST")
+    with pytest.raises(NotFound):
+        call_within(5, "reading", lambda: getattr(LocalStore(tmp_path), name)("LATEST"))
 
 
 def test_a_file_being_written_is_no_object(tmp_path: Path) -> None:

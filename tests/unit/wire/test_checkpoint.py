@@ -122,6 +122,12 @@ def index(tmp_path: Path, weight_map: object) -> Path:
     return tmp_path
 
 
+def test_an_index_larger_than_memory_is_refused_by_its_size(tmp_path: Path) -> None:
+    os.truncate(index(tmp_path, {}) / "model.safetensors.index.json", 1 << 40)
+    with pytest.raises(MalformedObject, match=r"index\.json: .* are allowed"):
+        open_checkpoint(tmp_path)
+
+
 def test_an_index_that_names_a_missing_file_is_refused_by_its_name(tmp_path: Path) -> None:
     with pytest.raises(NotFound, match="model-1"):
         open_checkpoint(index(tmp_path, {"a": "model-1.safetensors"}))

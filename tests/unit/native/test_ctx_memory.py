@@ -1,0 +1,36 @@
+"""The memory that the ctx codec's loops are given by address: it is held as long as they may look at it."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from vllm_delta_sync.native import CtxGrid, ctx_types
+from vllm_delta_sync.native.types import address_of
+
+
+def test_threads_that_share_a_grid_share_what_the_library_reads_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    grid, another_threads = CtxGrid(4, 8, np.array([(0, 8)], np.int64)), []
+
+    def interrupted(values: np.ndarray) -> int:
+        monkeypatch.setattr(ctx_types, "address_of", address_of)
+        another_threads.append(grid.address)  # it comes first, while this one is about to describe the grid
+        return address_of(values)
+
+    monkeypatch.setattr(ctx_types, "address_of", interrupted)
+    assert grid.address == another_threads[0], "one of the two addresses is of memory that nobody holds"
+
+
+def test_memory_that_could_not_grow_is_the_memory_that_there_was(monkeypatch: pytest.MonkeyPatch) -> None:
+    ctx_cpu = pytest.importorskip("vllm_delta_sync.native.ctx_cpu")
+    memory, grids = ctx_cpu._Memory(), [CtxGrid(1, n, np.array([(0, n)], np.int64)) for n in (8, 1 << 18)]
+    assert memory.within(lambda _, size: ctx_cpu._NO_MEMORY if not size else 0, grids[0], 1) == 0
+
+    def interrupted(values: np.ndarray) -> int:
+        raise KeyboardInterrupt
+
+    held = memory.address, memory.size
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(ctx_cpu, "address_of", interrupted)
+        memory.within(lambda *_: ctx_cpu._NO_MEMORY, grids[1], 1)
+    assert (memory.address, memory.size) == held == (memory._bytes.ctypes.data, memory._bytes.size)
