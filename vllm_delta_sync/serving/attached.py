@@ -158,16 +158,18 @@ class EngineWork:
         return True
 
     def _call(self, method: str, args: tuple[Any, ...] = (), timeout: float | None = None) -> list[dict[str, Any]]:
-        """One RPC to every rank; raises what the first failing rank says, once all have answered."""
+        """One RPC to every rank; raises what the first failing rank says, once all have answered, or a poisoned one."""
         try:
             results: list[dict[str, Any]] = self._core.collective_rpc(method, timeout, args)
         except Exception as error:
             # The missing reply stays in vLLM's queue and would be taken for another call's: no further RPC can be
             # trusted.
             raise Poisoned(f"{method} did not come back from every rank: {type(error).__name__}: {error}") from error
-        for number, result in enumerate(results):
-            if not result["ok"]:
-                raise _as_error(result["cause"], f"rank {number}: {result['text']}")
+        failed = [(number, result) for number, result in enumerate(results) if not result["ok"]]
+        if failed:
+            # No roll-back mends a rank that is half written, whatever the others say.
+            number, result = min(failed, key=lambda one: one[1]["cause"] != Poisoned.cause)
+            raise _as_error(result["cause"], f"rank {number}: {result['text']}")
         return results
 
 

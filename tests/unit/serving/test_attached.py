@@ -115,6 +115,7 @@ def test_a_version_that_comes_back_is_given_another_salt_for_blocks_of_its_first
     [
         {"delta_sync_commit": [FINE, WRONG], "delta_sync_rollback": [WRONG, FINE]},
         {"delta_sync_commit": [FINE, {"ok": False, "cause": "poisoned", "text": "half written"}]},
+        {"delta_sync_commit": [WRONG, {"ok": False, "cause": "poisoned", "text": "half written"}]},
         {"delta_sync_commit": TimeoutError("no reply")},
         {"delta_sync_commit": [WRONG, FINE], "delta_sync_rollback": RuntimeError("dead")},
     ],
