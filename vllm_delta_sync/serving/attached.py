@@ -8,6 +8,7 @@ from __future__ import annotations
 import logging
 import time
 from collections import deque
+from collections.abc import Callable
 from typing import Any, NoReturn
 
 from vllm_delta_sync import config as settings
@@ -84,10 +85,7 @@ class EngineWork:
             trusted = self._roll_back(version)
             return Committed(version, time.perf_counter() - begin, (error.cause, str(error)), trusted)
         self._set_label(str(version))
-        try:
-            self._treat_caches()
-        except Exception:  # of vLLM's own: the weights are committed, and the server must not end for it
-            logger.exception("delta-sync: version %d is served, but what vLLM caches of requests stays", version)
+        self._unless_vllm_fails(self._treat_caches)
         return Committed(version, time.perf_counter() - begin)
 
     def adopt(self, run: str, version: int) -> None:
@@ -120,7 +118,7 @@ class EngineWork:
                 self._labels.popleft()
                 self._core.set_weight_version(label)
         if self._encoder_stale:
-            self._reset_encoder_cache()
+            self._unless_vllm_fails(self._reset_encoder_cache)
 
     def _set_label(self, label: str) -> None:
         in_flight = len(getattr(self._core, "batch_queue", None) or ())
@@ -131,6 +129,12 @@ class EngineWork:
             self._labels[-1] = (self._labels[-1][0], label)
         else:
             self._core.set_weight_version(label)
+
+    def _unless_vllm_fails(self, treat: Callable[[], None]) -> None:
+        try:
+            treat()
+        except Exception:  # the weights are committed, and the server must not end for it
+            logger.exception("delta-sync: %s is served, but what vLLM caches of requests stays", self.salt)
 
     def _treat_caches(self) -> None:
         if self._config.kv_cache == "keep" or not hasattr(self._core, "scheduler"):
