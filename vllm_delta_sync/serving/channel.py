@@ -98,6 +98,7 @@ class Hub:
             except (OSError, EOFError, MalformedObject) as error:
                 if not self._closed:
                     self._deliver(rank, Lost(f"{type(error).__name__}: {error}"))
+                _hang_up(connection)  # so that the rank does not speak on, and wait, where nobody hears it
                 return
             self._deliver(rank, message)
 

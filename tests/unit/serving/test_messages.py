@@ -116,6 +116,26 @@ def test_whoever_waits_for_a_message_sees_that_either_end_has_left(
         assert isinstance(events.get(timeout=5)[1], msg.Lost)
 
 
+def test_a_rank_that_is_not_understood_is_told_that_nobody_hears_it(
+    hub: tuple[Hub, queue.Queue[tuple[int, msg.Message]]],
+) -> None:
+    centre, events = hub
+    spoke = Spoke(centre.address, centre.authkey, 0)
+    spoke._connection.send_bytes(b"of another release")
+    lost = events.get(timeout=5)[1]
+    assert isinstance(lost, msg.Lost) and lost.text.startswith("MalformedObject")
+
+    def speak() -> None:
+        with pytest.raises(OSError):
+            while True:
+                spoke.send(msg.BaseLoaded(False))
+
+    speaking = threading.Thread(target=speak, daemon=True)
+    speaking.start()
+    speaking.join(5)
+    assert not speaking.is_alive()
+
+
 def test_a_stranger_without_the_key_is_turned_away(hub: tuple[Hub, queue.Queue[tuple[int, msg.Message]]]) -> None:
     centre, events = hub
     with pytest.raises(AuthenticationError):
