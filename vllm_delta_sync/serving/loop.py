@@ -103,9 +103,9 @@ class Loop:
 
     def stop(self) -> None:
         self._events.put(None)
+        self.hub.close()  # first, for the thread may be sending to a rank that does not read
         if self._thread.ident is not None:
             self._thread.join(timeout=5)
-        self.hub.close()
         self._status_file.remove()
 
     @property
