@@ -5,6 +5,7 @@ Does not fetch, and trusts nobody: what a foreign file says only ever makes a re
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import hashlib
 import os
@@ -68,7 +69,8 @@ class Neighbours:
 
     def close(self) -> None:
         """Let the others no longer fetch for this reader."""
-        self._path.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):  # once it is not locked any more, whoever looks next removes it
+            self._path.unlink()
         self._release()
 
 

@@ -50,7 +50,6 @@ class Agent:
 
     def start(self) -> None:
         """Start the command thread, and on the leader the polling thread."""
-        self._in_background(self._serve, f"delta-sync-commands-{self._rank.number}")
         if self._rank.number == LEADER:
             config = self._config
             self._follower = Follower(
@@ -61,24 +60,26 @@ class Agent:
                 deadline_s=config.store_timeout_s + LOOK_MARGIN_S,
             )
             self._in_background(self._follower.run, "delta-sync-follower")
+        self._in_background(self._serve, f"delta-sync-commands-{self._rank.number}")
 
     def want_audit(self) -> None:
         self._spoke.send(msg.WantAudit())
 
     def _serve(self) -> None:
-        while True:
-            try:
+        try:
+            while True:
                 command = self._spoke.receive()
-            except (EOFError, OSError):  # the engine is gone, and this process soon
-                if self._follower is not None:
-                    self._follower.stop()
-                return
-            except MalformedObject as error:
-                raise UnsupportedEngine(f"the engine runs another release of vllm-delta-sync: {error}") from error
-            if isinstance(command, msg.Audit):  # long; staging goes on beside it
-                self._in_background(partial(self._answer, command), "delta-sync-audit")
-            else:
-                self._answer(command)
+                if isinstance(command, msg.Audit):  # long; staging goes on beside it
+                    self._in_background(partial(self._answer, command), "delta-sync-audit")
+                else:
+                    self._answer(command)
+        except (EOFError, OSError):  # the engine is gone, and mostly this process soon
+            return
+        except MalformedObject as error:
+            raise UnsupportedEngine(f"the engine runs another release of vllm-delta-sync: {error}") from error
+        finally:
+            if self._follower is not None:
+                self._follower.stop()
 
     def _answer(self, command: Message) -> None:
         reply = self._commands.answer(command)

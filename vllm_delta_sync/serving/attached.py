@@ -8,6 +8,7 @@ from __future__ import annotations
 import logging
 import time
 from collections import deque
+from collections.abc import Callable
 from typing import Any, NoReturn
 
 from vllm_delta_sync import config as settings
@@ -84,10 +85,7 @@ class EngineWork:
             trusted = self._roll_back(version)
             return Committed(version, time.perf_counter() - begin, (error.cause, str(error)), trusted)
         self._set_label(str(version))
-        try:
-            self._treat_caches()
-        except Exception:  # of vLLM's own: the weights are committed, and the server must not end for it
-            logger.exception("delta-sync: version %d is served, but what vLLM caches of requests stays", version)
+        self._unless_vllm_fails(self._treat_caches)
         return Committed(version, time.perf_counter() - begin)
 
     def adopt(self, run: str, version: int) -> None:
@@ -120,7 +118,7 @@ class EngineWork:
                 self._labels.popleft()
                 self._core.set_weight_version(label)
         if self._encoder_stale:
-            self._reset_encoder_cache()
+            self._unless_vllm_fails(self._reset_encoder_cache)
 
     def _set_label(self, label: str) -> None:
         in_flight = len(getattr(self._core, "batch_queue", None) or ())
@@ -131,6 +129,12 @@ class EngineWork:
             self._labels[-1] = (self._labels[-1][0], label)
         else:
             self._core.set_weight_version(label)
+
+    def _unless_vllm_fails(self, treat: Callable[[], None]) -> None:
+        try:
+            treat()
+        except Exception:  # the weights are committed, and the server must not end for it
+            logger.exception("delta-sync: %s is served, but what vLLM caches of requests stays", self.salt)
 
     def _treat_caches(self) -> None:
         if self._config.kv_cache == "keep" or not hasattr(self._core, "scheduler"):
@@ -158,16 +162,18 @@ class EngineWork:
         return True
 
     def _call(self, method: str, args: tuple[Any, ...] = (), timeout: float | None = None) -> list[dict[str, Any]]:
-        """One RPC to every rank; raises what the first failing rank says, once all have answered."""
+        """One RPC to every rank; raises what the first failing rank says, once all have answered, or a poisoned one."""
         try:
             results: list[dict[str, Any]] = self._core.collective_rpc(method, timeout, args)
         except Exception as error:
             # The missing reply stays in vLLM's queue and would be taken for another call's: no further RPC can be
             # trusted.
             raise Poisoned(f"{method} did not come back from every rank: {type(error).__name__}: {error}") from error
-        for number, result in enumerate(results):
-            if not result["ok"]:
-                raise _as_error(result["cause"], f"rank {number}: {result['text']}")
+        failed = [(number, result) for number, result in enumerate(results) if not result["ok"]]
+        if failed:
+            # No roll-back mends a rank that is half written, whatever the others say.
+            number, result = min(failed, key=lambda one: one[1]["cause"] != Poisoned.cause)
+            raise _as_error(result["cause"], f"rank {number}: {result['text']}")
         return results
 
 

@@ -23,7 +23,7 @@ class Audits:
         self._every = every
         self._running = False
         self._last = 0  # number of the last one asked for
-        self._void = 0  # up to this number they were of another run's tensors
+        self._void = 0  # up to this number they failed, or were of another run's tensors
         self._at: int | None = None  # the version from which versions are counted
         self._replies: dict[int, msg.Audited] = {}
 
@@ -55,15 +55,15 @@ class Audits:
         return msg.Audit(self._last, attempt=self._last)
 
     def void(self) -> None:
-        """What is under way is of tensors that are not followed any more: its outcome is not heard."""
+        """What is under way has failed, or is of tensors that are not followed any more: its outcome is not heard."""
         self._void = self._last
         self._running = False
 
     def failed(self, event: msg.Failed) -> bool:
-        """One rank could not; returns whether that is of interest."""
+        """One rank could not, so that no other's answer counts; returns whether that is of interest."""
         if event.attempt <= self._void:
             return False
-        self._running = False
+        self.void()
         return True
 
     def take(self, event: msg.Audited, rank: int, proof: Proof) -> AuditRecord | None:

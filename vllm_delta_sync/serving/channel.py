@@ -8,6 +8,7 @@ that only this user can enter.
 from __future__ import annotations
 
 import contextlib
+import os
 import secrets
 import socket
 import tempfile
@@ -37,14 +38,11 @@ class Hub:
         self._folder = tempfile.TemporaryDirectory(prefix="vllm-delta-sync-")  # mode 0700
         self.authkey = secrets.token_bytes(32)
         self._listener = Listener(str(Path(self._folder.name) / "hub.sock"), family="AF_UNIX", authkey=self.authkey)
+        self.address = str(self._listener.address)
         self._ranks: dict[int, Connection] = {}
         self._arrived = threading.Condition()
         self._closed = False
         threading.Thread(target=self._accept, name="delta-sync-hub", daemon=True).start()
-
-    @property
-    def address(self) -> str:
-        return str(self._listener.address)
 
     def wait_for(self, ranks: int, timeout: float) -> None:
         """Block until that many ranks are connected; raises UnsupportedEngine after `timeout` seconds."""
@@ -66,14 +64,15 @@ class Hub:
             self._deliver(rank, Lost(f"{type(error).__name__}: {error}"))
 
     def close(self) -> None:
+        """May be called again."""
         self._closed = True
         # An accept that waits is not woken by closing its socket. If none does any more, nobody answers: so without a
         # handshake, and without waiting.
         with contextlib.suppress(OSError), socket.socket(socket.AF_UNIX) as caller:
             caller.setblocking(False)
             caller.connect(self.address)
-        for connection in self._ranks.values():
-            connection.close()
+        while self._ranks:
+            _hang_up(self._ranks.popitem()[1])
         self._listener.close()
         self._folder.cleanup()
 
@@ -99,6 +98,7 @@ class Hub:
             except (OSError, EOFError, MalformedObject) as error:
                 if not self._closed:
                     self._deliver(rank, Lost(f"{type(error).__name__}: {error}"))
+                _hang_up(connection)  # so that the rank does not speak on, and wait, where nobody hears it
                 return
             self._deliver(rank, message)
 
@@ -120,4 +120,11 @@ class Spoke:
         return framing.from_bytes(self._connection.recv_bytes(MAX_MESSAGE_BYTES))
 
     def close(self) -> None:
-        self._connection.close()
+        """Leave, also while `receive` blocks: that raises, and the controller is told."""
+        _hang_up(self._connection)
+
+
+def _hang_up(connection: Connection) -> None:
+    """End a connection for whoever waits at either of its ends, which closing it does not: it goes when they let go."""
+    with contextlib.suppress(OSError), socket.socket(fileno=os.dup(connection.fileno())) as line:
+        line.shutdown(socket.SHUT_RDWR)

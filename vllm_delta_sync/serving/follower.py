@@ -199,6 +199,8 @@ class Follower:
         if self._feed is not None:
             self._feed.stop()
         self._feed = _Feed(log, self._nudge, random.uniform(0.0, FEED_SPREAD_S) if log.store.metered else 0.0)
+        if self._stopped.is_set():  # during this look
+            self._feed.stop()
 
     def _failed(self, error: DeltaSyncError) -> float:
         self._failures += 1

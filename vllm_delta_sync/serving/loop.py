@@ -103,9 +103,9 @@ class Loop:
 
     def stop(self) -> None:
         self._events.put(None)
+        self.hub.close()  # first, for the thread may be sending to a rank that does not read
         if self._thread.ident is not None:
             self._thread.join(timeout=5)
-        self.hub.close()
         self._status_file.remove()
 
     @property
@@ -114,11 +114,12 @@ class Loop:
 
     def _run(self) -> None:
         self._publish()
+        due = time.monotonic() + TICK_S
         while True:
             try:
-                item = self._events.get(timeout=TICK_S)
+                item = self._events.get(timeout=max(0.0, due - time.monotonic()))
             except queue.Empty:
-                item = (0, Tick())
+                item, due = (0, Tick()), time.monotonic() + TICK_S
             if item is None:
                 return
             rank, event = item

@@ -33,8 +33,11 @@ def status_path(instance_id: str, engine_index: int) -> Path:
 
 def _own_folder(path: Path) -> None:
     """Make the folder, or refuse one that somebody else could write into (it may lie in a shared /tmp)."""
-    path.mkdir(mode=0o700, parents=True, exist_ok=True)
-    found = os.lstat(path)
+    try:
+        path.mkdir(mode=0o700, parents=True, exist_ok=True)
+        found = os.lstat(path)
+    except OSError as error:
+        raise ConfigError(f"the folder of the status file cannot be made: {error}; set XDG_RUNTIME_DIR") from error
     if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid() or found.st_mode & 0o077:
         raise ConfigError(f"{path} must be a directory of this user with mode 0700; remove it, or set XDG_RUNTIME_DIR")
 

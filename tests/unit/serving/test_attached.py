@@ -115,6 +115,7 @@ def test_a_version_that_comes_back_is_given_another_salt_for_blocks_of_its_first
     [
         {"delta_sync_commit": [FINE, WRONG], "delta_sync_rollback": [WRONG, FINE]},
         {"delta_sync_commit": [FINE, {"ok": False, "cause": "poisoned", "text": "half written"}]},
+        {"delta_sync_commit": [WRONG, {"ok": False, "cause": "poisoned", "text": "half written"}]},
         {"delta_sync_commit": TimeoutError("no reply")},
         {"delta_sync_commit": [WRONG, FINE], "delta_sync_rollback": RuntimeError("dead")},
     ],
@@ -124,14 +125,18 @@ def test_weights_that_may_be_half_written_are_not_trusted(answers: dict[str, Any
     assert event.error is not None and not event.trusted
 
 
+@pytest.mark.parametrize("later", [False, True])
 def test_caches_that_vllm_cannot_drop_end_neither_the_commit_nor_the_server(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    later: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    core = Core(multimodal=True)
+    core = Core(multimodal=True, unfinished=later)
     monkeypatch.delattr(Core, "reset_encoder_cache")
-    event = committed(work(core).commit("run", 1))
+    engine = work(core)
+    event = committed(engine.commit("run", 1))
     assert event.error is None and event.trusted and core.version == "1"
-    assert "version 1 is served, but" in caplog.text
+    core.scheduler.has_unfinished_requests = lambda: False
+    engine.after_batch()
+    assert caplog.text.count("run:1 is served, but") == 1
 
 
 def test_after_a_lost_reply_no_rank_is_called_again() -> None:

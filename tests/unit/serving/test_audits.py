@@ -43,6 +43,22 @@ def test_an_audit_that_fails_is_noted_and_another_can_be_asked_for() -> None:
     assert tell(controller, msg.WantAudit(), 2.0) == [Send(msg.Audit(2))]
 
 
+def test_answers_to_an_audit_that_failed_do_not_count_for_the_next() -> None:
+    controller = make()
+    joined(controller)
+    lanes = [np.array([[8] * 4, [rank + 1] * 4], dtype=np.uint32) for rank in (0, 1)]
+    controller.handle(msg.WantAudit(), 1.0)
+    controller.handle(msg.Failed("audit", None, "internal", "x", attempt=1), 1.0, 1)
+    controller.handle(msg.WantAudit(), 2.0)
+    controller.handle(msg.Audited(1, 0, (), lanes[0], 0.1), 3.0, 0)  # took longer than the other rank's failure
+    controller.handle(msg.Failed("audit", None, "internal", "x", attempt=1), 3.0, 0)
+    assert controller.handle(msg.WantAudit(), 3.0) == [] and controller.status.failures == {"internal": 1}
+    controller.handle(msg.Audited(2, 0, (), lanes[1], 0.1), 4.0, 1)
+    assert controller.status.audit is None
+    controller.handle(msg.Audited(2, 0, (), lanes[0], 0.1), 5.0, 0)
+    assert controller.status.audit is not None and controller.status.audit.number == 2
+
+
 @pytest.mark.parametrize(("every", "hops", "audits"), [(2, [1, 2, 3, 4], 2), (2, [8], 1), (3, [2, 4], 1), (0, [8], 0)])
 def test_audits_are_due_by_versions_passed_not_by_steps(every: int, hops: list[int], audits: int) -> None:
     controller = make(audit_every=every)

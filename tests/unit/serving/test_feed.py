@@ -47,6 +47,20 @@ def test_a_store_that_says_that_latest_changed_is_looked_at_at_once(watched: Wat
         assert not thread.is_alive()
 
 
+def test_no_feed_outlives_a_watch_that_is_stopped_during_its_first_look(watched: Watched) -> None:
+    Publisher.open(watched.bucket, base=watched.state).close()
+    store = Telling(open_store(str(watched.bucket)))
+
+    def connect() -> DeltaLog:
+        watching.stop()
+        return DeltaLog.open(store)
+
+    watching = Follower(connect, watched.told.append, 3600.0, deadline_s=20.0)
+    watching.run()
+    assert watching._feed is not None and watching._feed._stopped.is_set()
+    store.said.put(None)
+
+
 def looks_in(minutes: float, interval_s: float, every_s: float) -> int:
     """Looks in so many minutes by someone who polls at an interval, beside events that come at another one."""
     looks, now, count = Looks(METERED_LOOKS_A_MINUTE), 0.0, 0

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import queue
 import threading
+import time
 from multiprocessing import AuthenticationError
 
 import numpy as np
@@ -90,6 +91,51 @@ def test_ranks_and_controller_reach_each_other(hub: tuple[Hub, queue.Queue[tuple
     assert rank == 0 and isinstance(lost, msg.Lost)
 
 
+@pytest.mark.parametrize("leaves", ["engine", "rank"])
+def test_whoever_waits_for_a_message_sees_that_either_end_has_left(
+    leaves: str, hub: tuple[Hub, queue.Queue[tuple[int, msg.Message]]]
+) -> None:
+    centre, events = hub
+    spoke = Spoke(centre.address, centre.authkey, 0)
+    centre.wait_for(1, 5.0)
+    waiting = threading.Event()
+
+    def listen() -> None:
+        waiting.set()
+        with pytest.raises(EOFError):
+            spoke.receive()
+
+    listening = threading.Thread(target=listen, daemon=True)
+    listening.start()
+    waiting.wait(5)
+    time.sleep(0.1)  # until it waits inside the system's call
+    (centre if leaves == "engine" else spoke).close()
+    listening.join(5)
+    assert not listening.is_alive()
+    if leaves == "rank":
+        assert isinstance(events.get(timeout=5)[1], msg.Lost)
+
+
+def test_a_rank_that_is_not_understood_is_told_that_nobody_hears_it(
+    hub: tuple[Hub, queue.Queue[tuple[int, msg.Message]]],
+) -> None:
+    centre, events = hub
+    spoke = Spoke(centre.address, centre.authkey, 0)
+    spoke._connection.send_bytes(b"of another release")
+    lost = events.get(timeout=5)[1]
+    assert isinstance(lost, msg.Lost) and lost.text.startswith("MalformedObject")
+
+    def speak() -> None:
+        with pytest.raises(OSError):
+            while True:
+                spoke.send(msg.BaseLoaded(False))
+
+    speaking = threading.Thread(target=speak, daemon=True)
+    speaking.start()
+    speaking.join(5)
+    assert not speaking.is_alive()
+
+
 def test_a_stranger_without_the_key_is_turned_away(hub: tuple[Hub, queue.Queue[tuple[int, msg.Message]]]) -> None:
     centre, events = hub
     with pytest.raises(AuthenticationError):
@@ -108,6 +154,12 @@ def test_closing_does_not_wait_for_an_answer_when_nobody_listens_any_more(monkey
     closing.start()
     closing.join(5)
     assert not closing.is_alive()
+
+
+def test_an_engine_that_is_shut_down_twice_closes_twice() -> None:
+    centre = Hub(lambda rank, message: None)
+    centre.close()
+    centre.close()
 
 
 def test_a_rank_that_never_comes_is_said(hub: tuple[Hub, queue.Queue[tuple[int, msg.Message]]]) -> None:

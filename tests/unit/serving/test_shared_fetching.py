@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 from pathlib import Path
 
 import pytest
@@ -56,3 +57,19 @@ def test_a_cache_that_cannot_be_used_is_named_once_and_following_goes_on(tmp_pat
         fleet.commit(hop.to)
     assert fleet.serves(states[-1])
     assert [failure is not None and "Not a directory" in failure for failure in told] == [True, True, False, False]
+
+
+def test_a_cache_that_turns_read_only_keeps_no_rank_from_joining_again(
+    tmp_path: Path, cache: NodeCache, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    states = publish(tmp_path / "bucket", weights(), 2)
+    fleet = Following(tmp_path / "bucket", states[0], cache=cache)
+    fleet.join()
+
+    def refuse(path: Path, missing_ok: bool = False) -> None:
+        raise OSError(errno.EROFS, "Read-only file system", str(path))
+
+    monkeypatch.setattr(Path, "unlink", refuse)
+    fleet.join()
+    fleet.follow()
+    assert fleet.serves(states[-1])
