@@ -4,6 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import re
+import subprocess
+import sys
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -13,9 +17,31 @@ from torch import Tensor
 from tests.unit.kernels.on_host import COMPILER, build
 from vllm_delta_sync import kernels
 from vllm_delta_sync.bench import gpu
+from vllm_delta_sync.errors import ConfigError
 from vllm_delta_sync.kernels import CodedBlock, ctx
+from vllm_delta_sync.native.library import Loaded
 
 CPU = torch.device("cpu")
+ROOT = Path(__file__).parents[3]
+
+
+def test_it_runs_where_there_is_torch_and_numpy_and_nothing_else_of_what_the_package_needs() -> None:
+    needed = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["dependencies"]
+    names = {re.split("[<>=]", line)[0].replace("-", "_") for line in needed} - {"torch", "numpy"}
+    absent = {"yaml" if name == "pyyaml" else name: None for name in names}
+    assert "zstandard" in absent and "pydantic" in absent
+    code = f"import sys; sys.modules.update({absent}); from vllm_delta_sync.bench import gpu; gpu.main()"
+    options = ["--device", "cpu", "--elements", "0", "--largest-check", "40"]
+    done = subprocess.run([sys.executable, "-c", code, *options], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0 and "comparisons, all equal" in done.stdout, done.stderr
+
+
+def test_a_gpu_without_the_native_kernels_does_not_pass(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    monkeypatch.setattr(kernels.backend, "_cuda_library", lambda: Loaded(None, "it does not load"))
+    monkeypatch.setattr(gpu, "check", lambda device, most: 99)  # the others agree with each other
+    with pytest.raises(ConfigError, match="kernel: native was asked for on cuda, but it does not load"):
+        gpu.main(["--device", "cuda", "--elements", "0"])
 
 
 def test_it_compares_every_backend_and_times_all_but_the_reference(tmp_path: Path) -> None:
