@@ -62,7 +62,7 @@ def _lane(reading, keys, at, block_key):
     return tl.sum(products) * (block_key | 1).to(tl.uint32)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["blocks", "programs"])  # one program for runs of any length: it is compiled once
 def state_hash(units, numbers, keys, lanes, blocks, programs, BLOCK: tl.constexpr):
     """Adds the hash of units first … first+n−1 of a tensor to `lanes` int32 [4]; numbers: int64 (n, first, a, b)."""
     n, first = tl.load(numbers), tl.load(numbers + 1)
