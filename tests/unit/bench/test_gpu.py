@@ -36,6 +36,31 @@ def test_it_runs_where_there_is_torch_and_numpy_and_nothing_else_of_what_the_pac
     assert done.returncode == 0 and "comparisons, all equal" in done.stdout, done.stderr
 
 
+@pytest.mark.parametrize("before", [None, "installed"])
+@pytest.mark.parametrize("fails", [False, True])
+def test_what_it_builds_does_not_stay_in_the_source_tree(tmp_path: Path, before: str | None, fails: bool) -> None:
+    tree, tools = tmp_path / "tree", tmp_path / "tools"
+    folder = tree / "vllm_delta_sync" / "native"
+    for made in (folder, tree / "csrc" / "cuda", tree / "csrc" / "cpu", tree / ".ci", tools):
+        made.mkdir(parents=True)
+    (tree / "csrc" / "cpu" / "abi.cpp").touch()
+    (tree / ".ci" / "gpu-check").write_text((ROOT / ".ci" / "gpu-check").read_text())
+    library = folder / "libvllm_delta_sync_cpu.so"
+    if before:
+        library.write_text(before)
+    compiler = '#!/bin/sh\nwhile [ "$1" != -o ]; do shift; done\necho built >"$2"\n'
+    python = f'#!/bin/sh\ncase "$1" in -c) echo 90;; *) cat {library} >>{tmp_path}/ran; exit {int(fails)};; esac\n'
+    sanitizer = '#!/bin/sh\nshift 4\nexec "$@"\n'
+    texts = {"nvcc": compiler, "c++": compiler, "python": python, "compute-sanitizer": sanitizer}
+    for name, text in texts.items():
+        (tools / name).write_text(text)
+        (tools / name).chmod(0o755)
+    known = {"PATH": f"{tools}:/usr/bin:/bin", "PYTHON": str(tools / "python"), "TMPDIR": str(tmp_path)}
+    done = subprocess.run(["bash", str(tree / ".ci" / "gpu-check")], env=known, capture_output=True, text=True)
+    assert (done.returncode != 0) is fails and "built" in (tmp_path / "ran").read_text(), done.stderr
+    assert [(file.name, file.read_text()) for file in folder.iterdir()] == ([(library.name, before)] if before else [])
+
+
 def test_a_gpu_without_the_native_kernels_does_not_pass(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.version, "cuda", "13.0")
     monkeypatch.setattr(kernels.backend, "_cuda_library", lambda: Loaded(None, "it does not load"))
