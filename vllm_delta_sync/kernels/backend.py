@@ -163,7 +163,10 @@ def _native(device: torch.device, threads: int) -> Backend | str:
         library = native_cuda.CudaLibrary(loaded)
         index = torch.cuda.current_device() if device.index is None else device.index
         if not library.cooperates(index):
-            return f"{device} cannot launch a grid whose blocks wait for each other, as a commit does"
+            return (
+                f"{device} cannot launch a grid whose blocks wait for each other, as a commit does, or "
+                f"{library.path} has no code for it"
+            )
         return _cuda(device, library)
     return f"there is no native kernel for {device.type} devices"
 
