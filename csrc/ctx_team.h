@@ -109,7 +109,7 @@ struct Reading {
   uint32_t rank;  // of the next member of the class that may have changed
 };
 
-// What the team shares: 53 KiB.
+// What the team shares: 52 KiB.
 struct Shared {
   uint64_t counts[kGroups][2];   // members of each of 16 classes in a group, a byte each
   uint32_t before[kGroups];      // members of the class at hand before a group

@@ -76,9 +76,19 @@ VDS_API int vds_abi_version() { return vds::kAbiVersion; }
 
 VDS_API const char* vds_cuda_error(int status) { return cudaGetErrorString(static_cast<cudaError_t>(status)); }
 
-// *yes: whether a device can run a grid whose blocks wait for each other, as the commit's do. Returns a cudaError_t.
+// *yes: whether a device can run a grid whose blocks wait for each other, as the commit's do. Returns a cudaError_t,
+// which is none only if this library has code for the device.
 VDS_API int vds_cuda_cooperates(int device, int* yes) {
-  return cudaDeviceGetAttribute(yes, cudaDevAttrCooperativeLaunch, device);
+  int current = 0;
+  cudaError_t status = cudaGetDevice(&current);
+  if (status == cudaSuccess) status = cudaDeviceGetAttribute(yes, cudaDevAttrCooperativeLaunch, device);
+  if (status != cudaSuccess) return status;
+  if (current != device) status = cudaSetDevice(device);
+  cudaFuncAttributes commits;
+  if (status == cudaSuccess) status = cudaFuncGetAttributes(&commits, commit<uint16_t>);
+  if (current != device) cudaSetDevice(current);
+  cudaGetLastError();  // it is returned: no launch on another device is to be taken for what failed
+  return status;
 }
 
 // Everything but the counts is a device address. *first receives −1, or the index of the first element that was not as

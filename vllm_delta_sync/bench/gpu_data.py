@@ -25,7 +25,6 @@ from vllm_delta_sync.native.ctx_types import (
 )
 from vllm_delta_sync.native.types import Bits
 from vllm_delta_sync.wire import ctx_model
-from vllm_delta_sync.wire.ctx import CLASS_BITS
 
 
 def weights(elements: int, density: float, seed: int = 0) -> tuple[Bits, Changes]:
@@ -55,7 +54,7 @@ def coded(old: Bits, changes: Changes, grid: CtxGrid, device: torch.device) -> C
     """The changes of a block, coded by a model of themselves, with its old values on a device."""
     contexts = Tally.of_contexts()
     native.ctx_survey(old, changes.old, changes.new, contexts)
-    last = ctx_model.classes(contexts.gaps, contexts.steps, CLASS_BITS)
+    last = ctx_model.classes(contexts.gaps, contexts.steps, ctx_model.CLASS_BITS)
     even = np.zeros((last.size, STEP_SYMBOLS), np.uint16)
     even[:, 0] = TOTAL
     found = Tally.of_classes(last.size)

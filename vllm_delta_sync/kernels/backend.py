@@ -5,8 +5,8 @@ Does not decide per call: a backend is selected once and kept.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import cache, partial
 from typing import Any, Literal, get_args
@@ -99,12 +99,19 @@ class Backend:
         """
         return int(self.write(patch))
 
-    def aside(self) -> AbstractContextManager[object]:
+    @contextmanager
+    def aside(self) -> Iterator[None]:
         """Within it the device works on a stream of its own: it does not wait for the model's steps, nor they for it.
 
         Nothing else writes what is read there: a step writes no weights, and a commit is over when `scatter` returns.
         """
-        return torch.cuda.stream(_side_stream(self.device)) if self.device.type == "cuda" else nullcontext()
+        if self.device.type != "cuda":
+            yield
+            return
+        # The device first: a thread begins with device 0, and leaving a stream of another device for one of that would
+        # open a context there, which takes hundreds of megabytes of each rank.
+        with torch.cuda.device(self.device), torch.cuda.stream(_side_stream(self.device)):
+            yield
 
     def hash(self, bits: Tensor, start: int, seed: Seed) -> U32:
         """Lanes u32 [4] of elements start … start+n−1; bits: a contiguous 1-D tensor of `device`."""
@@ -156,7 +163,10 @@ def _native(device: torch.device, threads: int) -> Backend | str:
         library = native_cuda.CudaLibrary(loaded)
         index = torch.cuda.current_device() if device.index is None else device.index
         if not library.cooperates(index):
-            return f"{device} cannot launch a grid whose blocks wait for each other, as a commit does"
+            return (
+                f"{device} cannot launch a grid whose blocks wait for each other, as a commit does, or "
+                f"{library.path} has no code for it"
+            )
         return _cuda(device, library)
     return f"there is no native kernel for {device.type} devices"
 
@@ -164,9 +174,23 @@ def _native(device: torch.device, threads: int) -> Backend | str:
 def _triton(device: torch.device) -> Backend | str:
     """Triton, or why it cannot serve this device."""
     why_not = triton.why_not(device)
-    return why_not or Backend(
-        "triton", f"on {device.type}", device, triton.place, triton.write, triton.state_hash, reference.diff, None
-    )
+    if why_not:
+        return why_not
+
+    def write(patch: Prepared) -> Tensor:
+        with _current(device):
+            return triton.write(patch)
+
+    def state_hash(bits: Tensor, start: int, seed: Seed) -> Tensor:
+        with _current(device):
+            return triton.state_hash(bits, start, seed)
+
+    return Backend("triton", f"on {device.type}", device, triton.place, write, state_hash, reference.diff, None)
+
+
+def _current(device: torch.device) -> AbstractContextManager[object]:
+    """Triton launches on the current device, whatever its arguments lie on."""
+    return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
 
 
 def _reference(device: torch.device, reason: str) -> Backend:

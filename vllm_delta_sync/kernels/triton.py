@@ -42,20 +42,19 @@ def place(targets: Sequence[Tensor], segments: I64) -> I64:
 def write(patch: Prepared) -> Tensor:
     """Commit a patch placed in runs; returns what `kernels.ops.scatter_` does.
 
-    One kernel compares everything, a second writes unless the first found something. Columns may be in pinned memory of
-    the host.
+    One kernel compares everything, a second writes unless the first found something; nothing comes after that could
+    fail. Columns may be in pinned memory of the host.
     """
     from vllm_delta_sync.kernels import triton_kernels as kernels
 
     if not len(patch.places):
         return torch.tensor(-1, dtype=torch.int64)
-    none = torch.iinfo(torch.int64).max
-    first = torch.full((), none, dtype=torch.int64, device=patch.targets[0].device)
-    offsets = patch.offsets.view(torch.int32)
+    first = torch.full((), -1, dtype=torch.int64, device=patch.targets[0].device)
+    offsets, outcome = patch.offsets.view(torch.int32), first.view(torch.uint64)
     grid = (len(patch.places),)
-    kernels.compare[grid](patch.places, offsets, patch.expected, first, none, TILE)
-    kernels.write[grid](patch.places, offsets, patch.values, first, none, TILE)
-    return torch.where(first == none, -1, first)
+    kernels.compare[grid](patch.places, offsets, patch.expected, outcome, TILE)
+    kernels.write[grid](patch.places, offsets, patch.values, outcome, TILE)
+    return first
 
 
 def state_hash(bits: Tensor, start: int, seed: Seed) -> Tensor:

@@ -8,6 +8,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+NONE = tl.constexpr(2**64 - 1)  # of an outcome: all is as expected; −1 for the host
+
 
 @triton.jit
 def _places(runs, offsets, like, TILE: tl.constexpr):
@@ -21,17 +23,17 @@ def _places(runs, offsets, like, TILE: tl.constexpr):
 
 
 @triton.jit
-def compare(runs, offsets, expected, outcome, NONE: tl.constexpr, TILE: tl.constexpr):
-    """The lowest index whose live bits are not as expected goes to `outcome`, which holds NONE before."""
+def compare(runs, offsets, expected, outcome, TILE: tl.constexpr):
+    """The lowest index whose live bits are not as expected goes to `outcome` uint64, which holds NONE before."""
     index, exists, live = _places(runs, offsets, expected, TILE)
     wrong = exists & (tl.load(live, exists, 0) != tl.load(expected + index, exists, 0))
-    lowest = tl.min(tl.where(wrong, index, NONE))
+    lowest = tl.min(tl.where(wrong, index.to(tl.uint64), NONE))
     if lowest != NONE:
         tl.atomic_min(outcome, lowest)
 
 
 @triton.jit
-def write(runs, offsets, values, outcome, NONE: tl.constexpr, TILE: tl.constexpr):
+def write(runs, offsets, values, outcome, TILE: tl.constexpr):
     """Write every element, or none where `outcome` is not NONE."""
     if tl.load(outcome) == NONE:
         index, exists, live = _places(runs, offsets, values, TILE)
@@ -62,7 +64,7 @@ def _lane(reading, keys, at, block_key):
     return tl.sum(products) * (block_key | 1).to(tl.uint32)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["blocks", "programs"])  # one program for runs of any length: it is compiled once
 def state_hash(units, numbers, keys, lanes, blocks, programs, BLOCK: tl.constexpr):
     """Adds the hash of units first … first+n−1 of a tensor to `lanes` int32 [4]; numbers: int64 (n, first, a, b)."""
     n, first = tl.load(numbers), tl.load(numbers + 1)

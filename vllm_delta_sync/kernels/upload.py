@@ -30,6 +30,7 @@ class Uploader:
 
     def __init__(self, device: torch.device) -> None:
         on_gpu = device.type == "cuda"
+        self._device = device
         self._buffers = torch.empty((2, BUFFER_BYTES), dtype=torch.uint8, pin_memory=on_gpu)
         # Blocking: whoever waits for one sleeps, and leaves the core to the threads that serve.
         self._read = [torch.cuda.Event(blocking=True) for _ in self._buffers] if on_gpu else []  # type: ignore[no-untyped-call]
@@ -49,7 +50,8 @@ class Uploader:
                 buffer.copy_(some)
                 to[at : at + BUFFER_BYTES].copy_(buffer, non_blocking=bool(self._read))
                 if self._read:
-                    self._read[self._turn].record()
+                    # Where it was copied, which need not be the current device's stream.
+                    self._read[self._turn].record(torch.cuda.current_stream(self._device))
 
 
 @cache

@@ -10,9 +10,11 @@ from collections.abc import Callable
 import numpy as np
 import torch
 
-from vllm_delta_sync import kernels
+from vllm_delta_sync import kernels, native
 from vllm_delta_sync.errors import ConfigError
 from vllm_delta_sync.kernels.upload import to_device, uploader
+from vllm_delta_sync.native import CtxGrid
+from vllm_delta_sync.native.ctx_types import CTX_WIDTHS, GAP_SYMBOLS, STEP_SYMBOLS, TOTAL
 from vllm_delta_sync.native.types import WIDTHS, Seed
 from vllm_delta_sync.serving.memory import Patch
 
@@ -87,7 +89,7 @@ class Reserve:
 
 
 def _rehearse(backend: kernels.Backend, arena: kernels.Arena, width: int) -> None:
-    """A commit of one element, and a hash: no step is to wait for what the first launch of a kernel compiles and loads.
+    """A commit of one element, its hash, and a tile of it: no step is to wait for what first launches compile and load.
 
     Raises what the kernels do on a device that they cannot serve after all.
     """
@@ -97,4 +99,17 @@ def _rehearse(backend: kernels.Backend, arena: kernels.Arena, width: int) -> Non
     stray = backend.scatter(backend.prepare([live], patch, arena))
     assert stray == -1, f"{backend.name}: a commit of one element to {backend.device} found {stray} unlike itself"
     backend.hash(live, 0, Seed(0, 0))
+    if backend.decode_tiles is not None and width in CTX_WIDTHS:
+        with backend.aside():
+            (found,) = backend.decode_tiles([_no_tile(live)])
+        assert found is None, f"{backend.name}: {backend.device} made {found} of zeros, which are no tile"
     arena.clear()
+
+
+def _no_tile(live: torch.Tensor) -> kernels.CodedBlock:
+    """One element's block, of a tile of zeros: which states of a stream never are, so that decoding ends at once."""
+    even = np.zeros((1, STEP_SYMBOLS), np.uint16)
+    even[:, 0] = TOTAL
+    model = native.ctx_model(np.array([255], np.uint8), even[:, :GAP_SYMBOLS], even)
+    grid = CtxGrid(1, 1, np.array([[0, 1]], np.int64))
+    return kernels.CodedBlock(model, live, grid, np.array([4 << 1], np.int64), np.zeros(4, np.uint8), 1)

@@ -28,6 +28,7 @@ from vllm_delta_sync.native.ctx_types import (
 )
 from vllm_delta_sync.native.types import Bits
 from vllm_delta_sync.wire import ctx_model, ctx_tiles, dtypes
+from vllm_delta_sync.wire.ctx_model import CLASS_BITS, END_BITS
 from vllm_delta_sync.wire.ctx_order import pattern
 from vllm_delta_sync.wire.dtypes import Dtype
 from vllm_delta_sync.wire.frames import Buffer
@@ -35,7 +36,6 @@ from vllm_delta_sync.wire.tensors import TensorSpec
 
 SAMPLES = 32  # blocks that a model is made from, at most
 SURVEYED = 16  # one in so many of their elements is looked at to make classes of contexts
-CLASS_BITS, END_BITS = 500.0, 5.0  # what a class costs, about: once for its frequencies, and its end in every tile
 
 
 class _Tensors(Protocol):

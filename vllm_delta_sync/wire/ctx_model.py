@@ -16,6 +16,7 @@ from vllm_delta_sync.native.ctx_types import CONTEXTS, TOTAL
 
 Counts = npt.NDArray[Any]
 
+CLASS_BITS, END_BITS = 500.0, 5.0  # what a class costs, about: once for its frequencies, and its end in every tile
 MAX_MADE = 6  # classes: each takes time for every element, and those of the format's 16 beyond it save 1 % of the bytes
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -11,10 +12,12 @@ import numpy as np
 import pytest
 import torch
 
+from tests.unit.kernels.on_host import build, needs_compiler
 from tests.unit.serving.fleet import Following, publish, weights
 from tests.unit.serving.test_attached import Core, work
 from vllm_delta_sync import kernels
 from vllm_delta_sync.errors import ConfigError, StateError
+from vllm_delta_sync.kernels import ctx
 from vllm_delta_sync.kernels.arena import ALIGNED
 from vllm_delta_sync.kernels.upload import to_device
 from vllm_delta_sync.native import Seed
@@ -66,6 +69,21 @@ def test_a_device_gives_the_arena_for_good_and_room_to_work_in_until_the_kv_cach
     )
     held.open_work()
     assert held.nbytes == size // reserve.SHARE
+
+
+@needs_compiler
+def test_decoding_is_launched_before_anything_waits_too(tmp_path: Path) -> None:
+    library, launched = build(tmp_path), []
+
+    def decode_tiles(blocks: Sequence[kernels.CodedBlock]) -> list[kernels.Decoded | None]:
+        found = ctx.decode(library, blocks, 0)
+        launched.extend(block.old.element_size() for block in blocks)
+        return found
+
+    backend = dataclasses.replace(kernels.select("auto", CPU), decode_tiles=decode_tiles)
+    for width in (1, 2, 4, 8):
+        reserve._rehearse(backend, kernels.Arena(4096, CPU), width)
+    assert launched == [1, 2, 4], "ctx has no elements of eight bytes"
 
 
 def test_nothing_is_set_aside_of_a_cpu() -> None:
