@@ -186,16 +186,21 @@ def test_an_advance_that_is_interrupted_twice_leaves_no_trace(monkeypatch: pytes
         assert begun.wait(10)
         for _ in range(2):
             time.sleep(0.2)
-            signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
+            signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGUSR1)
         time.sleep(0.2)
         pressed.set()
 
     monkeypatch.setattr(snapshot, "_compare", slow)
     presser = threading.Thread(target=impatient)
-    presser.start()
-    with pytest.raises(KeyboardInterrupt):
-        snapshot.advance([("a", bf16([1, 7, 3]))])
-    presser.join()
+    # Another signal, treated as Ctrl-C: SIGINT is ignored by what a shell has started in the background.
+    handled = signal.signal(signal.SIGUSR1, signal.default_int_handler)
+    try:
+        presser.start()
+        with pytest.raises(KeyboardInterrupt):
+            snapshot.advance([("a", bf16([1, 7, 3]))])
+    finally:
+        presser.join()
+        signal.signal(signal.SIGUSR1, handled)
     assert ended.wait(10)
     assert held(snapshot) == before
 
