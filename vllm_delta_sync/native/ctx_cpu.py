@@ -48,9 +48,12 @@ class _Memory(threading.local):
         """What `call`, with an address and how many bytes are there, returns when they are enough."""
         outcome = call(self.address, self.size)
         if outcome == _NO_MEMORY:
-            larger = np.empty(_lib.vds_ctx_memory(grid.address, changed, room), np.uint8)
-            address = address_of(larger)  # before the smaller one is let go of: what fails here must leave that in use
-            self._bytes, self.size, self.address = larger, larger.size, address
+            # There is none while the smaller one goes and the larger one comes: so what fails here leaves none.
+            self.size = self.address = 0
+            self._bytes = np.empty(0, np.uint8)
+            self._bytes = np.empty(_lib.vds_ctx_memory(grid.address, changed, room), np.uint8)
+            self.address = address_of(self._bytes)
+            self.size = self._bytes.size
             outcome = call(self.address, self.size)
         return outcome
 

@@ -11,7 +11,7 @@ from pathlib import Path
 
 SIZE = 2 << 20  # bytes of a huge page, of x86-64 and of ARM with pages of 4 KiB
 _SWITCH = Path("/sys/kernel/mm/transparent_hugepage/enabled")
-_HUGEPAGE, _COLLAPSE = 14, 25  # advice of <linux/mman.h>; to collapse at once Linux knows since 6.1
+_COLLAPSE = 25  # MADV_COLLAPSE of <linux/mman.h>, since Linux 6.1: now, and not for what comes to the same place later
 
 
 def prefer(spans: Iterable[tuple[int, int]]) -> int:
@@ -25,8 +25,6 @@ def prefer(spans: Iterable[tuple[int, int]]) -> int:
         return 0
     madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
     pages = sorted({page for address, size in spans for page in range(address // SIZE, -(-(address + size) // SIZE))})
-    for page in pages:
-        madvise(page * SIZE, SIZE, _HUGEPAGE)
     return sum(SIZE for page in pages if madvise(page * SIZE, SIZE, _COLLAPSE) == 0)
 
 

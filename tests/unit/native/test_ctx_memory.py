@@ -21,16 +21,22 @@ def test_threads_that_share_a_grid_share_what_the_library_reads_of_it(monkeypatc
     assert grid.address == another_threads[0], "one of the two addresses is of memory that nobody holds"
 
 
-def test_memory_that_could_not_grow_is_the_memory_that_there_was(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_memory_that_could_not_grow_is_none_until_it_can(monkeypatch: pytest.MonkeyPatch) -> None:
     ctx_cpu = pytest.importorskip("vllm_delta_sync.native.ctx_cpu")
     memory, grids = ctx_cpu._Memory(), [CtxGrid(1, n, np.array([(0, n)], np.int64)) for n in (8, 1 << 18)]
-    assert memory.within(lambda _, size: ctx_cpu._NO_MEMORY if not size else 0, grids[0], 1) == 0
+
+    def call(address: int, size: int) -> int:
+        return 0 if size >= least else ctx_cpu._NO_MEMORY
 
     def interrupted(values: np.ndarray) -> int:
         raise KeyboardInterrupt
 
-    held = memory.address, memory.size
+    least = 1
+    assert memory.within(call, grids[0], 1) == 0
+    least = memory.size + 1
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
         patch.setattr(ctx_cpu, "address_of", interrupted)
-        memory.within(lambda *_: ctx_cpu._NO_MEMORY, grids[1], 1)
-    assert (memory.address, memory.size) == held == (memory._bytes.ctypes.data, memory._bytes.size)
+        memory.within(call, grids[1], 1)
+    assert (memory.address, memory.size) == (0, 0)
+    assert memory.within(call, grids[1], 1) == 0
+    assert (memory.address, memory.size) == (memory._bytes.ctypes.data, memory._bytes.size)
