@@ -76,15 +76,15 @@ int64_t encode(const Model& model, const T* old, const Grid& grid, const Changes
   uint8_t* const index = arena.take<uint8_t>(kIndexBytes * grid.tiles());
   Coding<T> coding(arena, grid, changes.n);
   if (arena.used() > size) return kNoMemory;
-  coding.sorted.sort(grid, changes);
+  coding.sorted.sort(grid, model, changes);
   int64_t written = 0;
   uint8_t* stated = index;
   const bool fits = grid.each_tile([&](const Tile& tile, int64_t t, const Tile& next) {
     const TileChanges<T> own = coding.sorted.of(t);
-    const int lanes = own.n < kLaneChanges ? 1 : kMaxLanes;
-    const int64_t taken = own.n == 0 ? 0
-                                     : kernels_for<T>().encode(model, {old, grid.row_length}, tile, next, own, lanes,
-                                                               coding.scratch, out + written, room - written);
+    const int lanes = own.n() < kLaneChanges ? 1 : kMaxLanes;
+    const int64_t taken = own.n() == 0 ? 0
+                                       : kernels_for<T>().encode(model, {old, grid.row_length}, tile, next, own, lanes,
+                                                                 coding.scratch, out + written, room - written);
     if (taken < 0) return false;
     stated = write_varint(static_cast<uint32_t>(taken) << 1 | (lanes == kMaxLanes), stated);
     written += taken;
@@ -101,10 +101,11 @@ int64_t tally(const Model& model, const T* old, const Grid& grid, const Changes<
   Arena arena(memory);
   Coding<T> coding(arena, grid, changes.n);
   if (arena.used() > size) return kNoMemory;
-  coding.sorted.sort(grid, changes);
+  coding.sorted.sort(grid, model, changes);
   grid.each_tile([&](const Tile& tile, int64_t t, const Tile& next) {
     const TileChanges<T> own = coding.sorted.of(t);
-    if (own.n > 0) kernels_for<T>().tally(model, {old, grid.row_length}, tile, next, own, coding.scratch, gaps, steps);
+    if (own.n() > 0)
+      kernels_for<T>().tally(model, {old, grid.row_length}, tile, next, own, coding.scratch, gaps, steps);
     return true;
   });
   return 0;

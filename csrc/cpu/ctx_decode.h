@@ -181,7 +181,10 @@ int64_t decode_tile(const Model& model, const Old<T>& old, const Tile& tile, con
                     int64_t size, const Scratch& scratch, const Changed<T>& out, int64_t room) {
   Source<lanes> source(data, size);
   if (!source.begin()) return -1;
-  read_contexts(old, tile, scratch.contexts);
+  Old<T> block = old;
+  Tile whole = tile;
+  join_rows(block, whole);
+  read_contexts(block, whole, scratch.contexts);
   Ahead<T> ahead(old, next);
   const Places places(old.row_length, tile);
   const int64_t elements = tile.rows * tile.columns;

@@ -113,38 +113,45 @@ class Tally {
   uint64_t *gaps_, *steps_;
 };
 
+// Turns the elements of a tile's changes into gaps: how many members of their class lie between them. Piece by piece,
+// so that what is looked at for each class is in the nearest cache.
+template <typename T>
+void find_gaps(const Model& model, const Old<T>& old, const Tile& tile, const Tile& next, const TileChanges<T>& changes,
+               const Scratch& scratch) {
+  struct {
+    uint32_t at, members, previous;  // the change that is next, the members so far, the rank of the change before
+  } progress[kMaxClasses];
+  for (uint32_t c = 0; c < model.classes; ++c) progress[c] = {changes.begin_of(c), 0, ~0u};
+  uint32_t first = 0;  // element of the piece
+  each_piece(old, tile, Ahead<T>(old, next), [&](const Old<T>& block, const Tile& piece, Ahead<T> ahead) {
+    const uint32_t size = static_cast<uint32_t>(piece.rows * piece.columns);
+    read_contexts(block, piece, scratch.contexts);
+    for (uint32_t c = 0; c < model.classes; ++c) {
+      auto [at, before, previous] = progress[c];
+      const uint32_t end = changes.ends[c];
+      if (at == end) continue;
+      const Members members(model.of[c], scratch.contexts, size, scratch, ahead);
+      for (; at < end && changes.elements[at] - first < size; ++at) {
+        const uint32_t rank = before + members.rank(changes.elements[at] - first);
+        changes.elements[at] = rank - previous - 1;
+        previous = rank;
+      }
+      progress[c] = {at, before + members.total(), previous};
+    }
+    first += size;
+  });
+}
+
 // Hands the changes of a tile to a coder, class by class: all gaps, the end, all steps.
 template <typename T, typename C>
 void code_changes(const Model& model, const Old<T>& old, const Tile& tile, const Tile& next,
                   const TileChanges<T>& changes, const Scratch& scratch, C& coder) {
-  read_contexts(old, tile, scratch.contexts);
-  Ahead<T> ahead(old, next);
-  uint32_t* const order = scratch.elements;
-  int64_t ends[kMaxClasses + 1] = {}, at[kMaxClasses];
-  for (int64_t i = 0; i < changes.n; ++i) ++ends[model.class_of[context(changes.before[i])] + 1];
-  for (int c = 0; c < kMaxClasses; ++c) {
-    at[c] = ends[c];
-    ends[c + 1] += ends[c];
-  }
-  for (int64_t i = 0; i < changes.n; ++i)
-    order[at[model.class_of[context(changes.before[i])]]++] = static_cast<uint32_t>(i);
+  find_gaps(model, old, tile, next, changes, scratch);
   for (uint32_t c = 0; c < model.classes; ++c) {
-    const uint32_t* const own = order + ends[c];
-    const int64_t count = ends[c + 1] - ends[c];
-    if (count > 0) {
-      const Members members(model.of[c], scratch.contexts, tile.rows * tile.columns, scratch, ahead);
-      uint32_t previous = ~0u;
-      for (int64_t i = 0; i < count; ++i) {
-        const uint32_t rank = members.rank(changes.elements[own[i]]);
-        coder.gap(c, rank - previous - 1, i);
-        previous = rank;
-      }
-    }
-    coder.end(c, count);
-    for (int64_t i = 0; i < count; ++i) {
-      const T before = changes.before[own[i]], after = changes.after[own[i]];
-      coder.step(c, fold_step(oriented(static_cast<T>(rank_of(after) - rank_of(before)), before)), i);
-    }
+    const uint32_t begin = changes.begin_of(c), end = changes.ends[c];
+    for (uint32_t i = begin; i < end; ++i) coder.gap(c, changes.elements[i], i - begin);
+    coder.end(c, end - begin);
+    for (uint32_t i = begin; i < end; ++i) coder.step(c, changes.steps[i], i - begin);
   }
 }
 

@@ -59,26 +59,40 @@ struct Changes {
   }
 };
 
-// The changes of a block by tile.
+// The changes of a block by tile, and by class within each.
 template <typename T>
 class Sorted {
  public:
   Sorted(Arena& arena, const Grid& grid, int64_t n)
       : strips_(arena.take<StripTiles>(grid.count)), strip_of_(arena.take<uint16_t>(grid.row_length)),
-        begins_(arena.take<int64_t>(grid.tiles())), ends_(arena.take<int64_t>(grid.tiles())),
-        tiles_(arena.take<uint16_t>(n)), elements_(arena.take<uint32_t>(n)), moved_(arena.take<uint32_t>(n)),
-        moved_before_(arena.take<T>(n)), moved_after_(arena.take<T>(n)) {}
+        ends_(arena.take<uint32_t>(grid.tiles() * kMaxClasses + 1)), found_(arena.take<uint32_t>(n)),
+        place_(arena.take<uint32_t>(n)), elements_(arena.take<uint32_t>(n)), steps_(arena.take<T>(n)) {}
 
-  void sort(const Grid& grid, const Changes<T>& changes) {
+  void sort(const Grid& grid, const Model& model, const Changes<T>& changes) {
+    classes_ = model.classes;
+    const int64_t places = grid.tiles() * classes_;  // and one more, for what lies in no tile
+    std::fill_n(ends_, places + 1, 0u);
     if (grid.rows == 1)
-      follow(grid, changes);
+      follow(grid, model, changes);
     else
-      distribute(grid, changes);
+      distribute(grid, model, changes);
+    uint32_t at = 0;
+    for (int64_t p = 0; p <= places; ++p) {
+      const uint32_t own = ends_[p];
+      ends_[p] = at;
+      at += own;
+    }
+    for (int64_t i = 0; i < changes.n; ++i) {
+      const uint32_t to = ends_[place_[i]]++;
+      elements_[to] = found_[i];
+      const T before = changes.before[i], after = changes.after[i];
+      steps_[to] = fold_step(oriented(static_cast<T>(rank_of(after) - rank_of(before)), before));
+    }
   }
 
   TileChanges<T> of(int64_t tile) const {
-    const int64_t first = begins_[tile];
-    return {given_ + first, before_ + first, after_ + first, ends_[tile] - first};
+    const uint32_t* const ends = ends_ + tile * classes_;
+    return {elements_, steps_, ends, tile == 0 ? 0 : ends[-1], ends[classes_ - 1]};
   }
 
  private:
@@ -87,24 +101,28 @@ class Sorted {
   };
   static constexpr uint16_t kNone = 0xFFFF;
 
+  void found(int64_t i, int64_t place, int64_t element) {
+    place_[i] = static_cast<uint32_t>(place);
+    found_[i] = static_cast<uint32_t>(element);
+    ++ends_[place];
+  }
+
   // In one row, tiles follow each other as positions do.
-  void follow(const Grid& grid, const Changes<T>& changes) {
+  void follow(const Grid& grid, const Model& model, const Changes<T>& changes) {
     const auto [positions, before, after, n] = changes;
+    const int64_t nowhere = grid.count * classes_;
     int64_t i = 0;
     for (int64_t s = 0; s < grid.count; ++s) {
       const int64_t column = grid.strips[s].column, end = column + grid.strips[s].columns;
-      i = std::lower_bound(positions + i, positions + n, column) - positions;
-      begins_[s] = i;
-      for (; i < n && positions[i] < end; ++i) elements_[i] = static_cast<uint32_t>(positions[i] - column);
-      ends_[s] = i;
+      for (; i < n && positions[i] < column; ++i) found(i, nowhere, 0);
+      for (; i < n && positions[i] < end; ++i)
+        found(i, s * classes_ + model.class_of[context(before[i])], positions[i] - column);
     }
-    given_ = elements_;
-    before_ = before;
-    after_ = after;
+    for (; i < n; ++i) found(i, nowhere, 0);
   }
 
   // Which strip is next is as good as random: looked up, not searched for.
-  void distribute(const Grid& grid, const Changes<T>& changes) {
+  void distribute(const Grid& grid, const Model& model, const Changes<T>& changes) {
     const auto [positions, before, after, n] = changes;
     std::fill_n(strip_of_, grid.row_length, kNone);
     uint32_t tiles = 0;
@@ -115,44 +133,27 @@ class Sorted {
       std::fill_n(strip_of_ + strip.column, strip.columns, static_cast<uint16_t>(s));
       tiles += static_cast<uint32_t>(strip.tiles(grid.rows));
     }
-    std::memset(ends_, 0, static_cast<size_t>(tiles) * sizeof *ends_);
     const uint32_t length = static_cast<uint32_t>(grid.row_length);
     for (int64_t i = 0; i < n; ++i) {
       const uint32_t row = positions[i] / length, column = positions[i] - row * length;
-      tiles_[i] = kNone;
-      if (strip_of_[column] == kNone) continue;
+      if (strip_of_[column] == kNone) {
+        found(i, tiles * classes_, 0);
+        continue;
+      }
       const StripTiles& strip = strips_[strip_of_[column]];
-      const uint32_t chunk = row / strip.height;
-      tiles_[i] = static_cast<uint16_t>(strip.first + chunk);
-      elements_[i] = (row - chunk * strip.height) * strip.columns + column - strip.column;
-      ++ends_[tiles_[i]];
+      const uint32_t down = row / strip.height;
+      found(i, (strip.first + down) * classes_ + model.class_of[context(before[i])],
+            (row - down * strip.height) * strip.columns + column - strip.column);
     }
-    int64_t at = 0;
-    for (uint32_t t = 0; t < tiles; ++t) {
-      begins_[t] = at;
-      at += ends_[t];
-      ends_[t] = begins_[t];
-    }
-    for (int64_t i = 0; i < n; ++i) {
-      if (tiles_[i] == kNone) continue;
-      const int64_t to = ends_[tiles_[i]]++;
-      moved_[to] = elements_[i];
-      moved_before_[to] = before[i];
-      moved_after_[to] = after[i];
-    }
-    given_ = moved_;
-    before_ = moved_before_;
-    after_ = moved_after_;
   }
 
-  StripTiles* strips_;              // [strips]
-  uint16_t* strip_of_;              // [row_length]
-  int64_t *begins_, *ends_;         // [tiles]
-  uint16_t* tiles_;                 // [n]
-  uint32_t *elements_, *moved_;     // [n]
-  T *moved_before_, *moved_after_;  // [n]
-  const uint32_t* given_ = nullptr;
-  const T *before_ = nullptr, *after_ = nullptr;
+  StripTiles* strips_;        // [strips]
+  uint16_t* strip_of_;        // [row_length]
+  uint32_t* ends_;            // [tiles, classes], and one
+  uint32_t *found_, *place_;  // [n], in the order of positions
+  uint32_t* elements_;        // [n], by place
+  T* steps_;                  // [n]
+  int64_t classes_ = 0;
 };
 
 }  // namespace ctx

@@ -19,12 +19,17 @@ struct Scratch {
   uint8_t* raw;        // 8 kTileElements + 8
 };
 
-// The changed elements of a tile, ascending, as indices into its elements in row-major order.
+// What changes in a tile, class by class: its elements, ascending in each class, as indices into the tile's in
+// row-major order, and their folded steps.
 template <typename T>
 struct TileChanges {
-  const uint32_t* elements;
-  const T *before, *after;
-  int64_t n;
+  uint32_t* elements;  // those of the tile may be written to
+  const T* steps;
+  const uint32_t* ends;  // of each class
+  uint32_t begin, end;   // where the tile's are
+
+  int64_t n() const { return end - begin; }
+  uint32_t begin_of(uint32_t c) const { return c == 0 ? begin : ends[c - 1]; }
 };
 
 // A block of which the tiles are parts, in its old state.

@@ -153,22 +153,53 @@ void contexts_of(const T* __restrict from, uint8_t* __restrict to) {
   for (int i = 0; i < n; ++i) to[i] = context(from[i]);
 }
 
-// The contexts of a tile's elements in row-major order, and something behind them up to a multiple of 64.
-// By pieces: what is read behind a row, but inside the tile's rows of the block, is overwritten by the next one.
+// A tile whose rows lie one behind the other is one row of a block that begins with it.
+template <typename T>
+void join_rows(Old<T>& old, Tile& tile) {
+  if (tile.columns != old.row_length) return;
+  old = {old.bits + tile.row * old.row_length, tile.rows * tile.columns};
+  tile = {0, 1, 0, old.row_length};
+}
+
+// The contexts of the elements of a tile, or of a piece of one, in row-major order, and something behind them up to a
+// multiple of 64. By steps: what is read behind a row, but inside the rows, is overwritten by the next one.
 template <typename T>
 void read_contexts(const Old<T>& old, const Tile& tile, uint8_t* contexts) {
-  constexpr int64_t piece = 32, line = 64 / static_cast<int64_t>(sizeof(T)), ahead = 4096 / sizeof(T);
+  constexpr int64_t step = 32, line = 64 / static_cast<int64_t>(sizeof(T));
+  const int64_t columns = tile.columns, ahead = tile.rows == 1 ? 4096 / sizeof(T) : 8 * old.row_length;
   const T* from = old.bits + tile.row * old.row_length + tile.column;
   const T* const end = old.bits + (tile.row + tile.rows) * old.row_length;
-  const int64_t rows = tile.columns == old.row_length ? 1 : tile.rows, columns = tile.rows * tile.columns / rows;
-  for (int64_t row = 0; row < rows; ++row, from += old.row_length, contexts += columns) {
+  const auto read = [&](auto steps, int64_t i) {
+    constexpr int n = decltype(steps)::value * step;
+    for (int64_t k = 0; k < n; k += line) __builtin_prefetch(from + ahead + i + k);
+    contexts_of<n>(from + i, contexts + i);
+    return n;
+  };
+  for (int64_t row = 0; row < tile.rows; ++row, from += old.row_length, contexts += columns) {
     int64_t i = 0;
-    for (; i < columns && end - from >= i + piece; i += piece) {
-      for (int64_t k = 0; k < piece; k += line)
-        __builtin_prefetch(from + (rows == 1 ? ahead : 8 * old.row_length) + i + k);
-      contexts_of<piece>(from + i, contexts + i);
-    }
+    while (i + 4 * step <= columns) i += read(std::integral_constant<int, 4>(), i);
+    while (i < columns && i + step <= end - from) i += read(std::integral_constant<int, 1>(), i);
     for (; i < columns; ++i) contexts[i] = context(from[i]);
+  }
+}
+
+constexpr int64_t kPieceElements = 1 << 13;  // their contexts and masks stay in the nearest cache
+
+// Calls visit(block, piece, what comes behind it) for parts of a tile in row-major order, kPieceElements of it at most.
+template <typename T, typename Visit>
+void each_piece(Old<T> old, Tile tile, const Ahead<T>& behind, Visit visit) {
+  join_rows(old, tile);
+  const int64_t height = std::max<int64_t>(1, kPieceElements / tile.columns);
+  const int64_t last_row = tile.row + tile.rows, last_column = tile.column + tile.columns;
+  const auto piece_at = [&](int64_t row, int64_t column) {
+    return Tile{row, std::min(height, last_row - row), column, std::min(kPieceElements, last_column - column)};
+  };
+  for (Tile piece = piece_at(tile.row, tile.column); piece.rows > 0;) {
+    const int64_t column = piece.column + piece.columns;
+    const Tile next =
+        column < last_column ? piece_at(piece.row, column) : piece_at(piece.row + piece.rows, tile.column);
+    visit(old, piece, next.rows > 0 ? Ahead<T>(old, next) : behind);
+    piece = next;
   }
 }
 
