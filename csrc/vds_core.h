@@ -14,7 +14,7 @@ static_assert(__BYTE_ORDER__ == __ORDER_LITTLE_ENDIAN__, "units and streams are 
 
 namespace vds {
 
-constexpr int kAbiVersion = 3;
+constexpr int kAbiVersion = 4;
 constexpr int kLanes = 4;
 constexpr int64_t kBlock = 1024;  // units that share one R
 

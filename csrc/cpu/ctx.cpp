@@ -1,6 +1,7 @@
 // The `ctx` codec: a block's changes, coded tile by tile against its old values (docs/protocol.md, *ctx*). Does not
 // choose tiles or models, and does not allocate: the caller gives memory of vds_ctx_memory bytes.
 #include "ctx_grid.h"
+#include "ctx_job.h"
 #include "dispatch.h"
 
 namespace {
@@ -66,46 +67,52 @@ struct Coding {
   Sorted<T> sorted;
 };
 
+template <typename T>
+Changes<T> changes_of(const Job& job) {
+  return {job.positions, static_cast<const T*>(job.before), static_cast<const T*>(job.after), job.n};
+}
+
 // Behind the bytes, whose place is `room`, comes the index.
 template <typename T>
-int64_t encode(const Model& model, const T* old, const Grid& grid, const Changes<T>& changes, void* memory,
-               int64_t size, int64_t room, int64_t* index_size) {
+int64_t encode(const Model& model, const Grid& grid, Job& job) {
+  const Changes<T> changes = changes_of<T>(job);
   if (!changes.ascend_below(grid.rows * grid.row_length)) return kUnsorted;
-  Arena arena(memory);
-  uint8_t* const out = arena.take<uint8_t>(room);
+  Arena arena(job.memory);
+  uint8_t* const out = arena.take<uint8_t>(job.room);
   uint8_t* const index = arena.take<uint8_t>(kIndexBytes * grid.tiles());
   Coding<T> coding(arena, grid, changes.n);
-  if (arena.used() > size) return kNoMemory;
+  if (arena.used() > job.size) return kNoMemory;
   coding.sorted.sort(grid, model, changes);
+  const Old<T> old{static_cast<const T*>(job.old), grid.row_length};
   int64_t written = 0;
   uint8_t* stated = index;
   const bool fits = grid.each_tile([&](const Tile& tile, int64_t t, const Tile& next) {
     const TileChanges<T> own = coding.sorted.of(t);
     const int lanes = own.n() < kLaneChanges ? 1 : kMaxLanes;
     const int64_t taken = own.n() == 0 ? 0
-                                       : kernels_for<T>().encode(model, {old, grid.row_length}, tile, next, own, lanes,
-                                                                 coding.scratch, out + written, room - written);
+                                       : kernels_for<T>().encode(model, old, tile, next, own, lanes, coding.scratch,
+                                                                 out + written, job.room - written);
     if (taken < 0) return false;
     stated = write_varint(static_cast<uint32_t>(taken) << 1 | (lanes == kMaxLanes), stated);
     written += taken;
     return true;
   });
-  *index_size = stated - index;
+  job.index_size = stated - index;
   return fits ? written : kNoRoom;
 }
 
 template <typename T>
-int64_t tally(const Model& model, const T* old, const Grid& grid, const Changes<T>& changes, void* memory, int64_t size,
-              uint64_t* gaps, uint64_t* steps) {
+int64_t tally(const Model& model, const Grid& grid, const Job& job) {
+  const Changes<T> changes = changes_of<T>(job);
   if (!changes.ascend_below(grid.rows * grid.row_length)) return kUnsorted;
-  Arena arena(memory);
+  Arena arena(job.memory);
   Coding<T> coding(arena, grid, changes.n);
-  if (arena.used() > size) return kNoMemory;
+  if (arena.used() > job.size) return kNoMemory;
   coding.sorted.sort(grid, model, changes);
+  const Old<T> old{static_cast<const T*>(job.old), grid.row_length};
   grid.each_tile([&](const Tile& tile, int64_t t, const Tile& next) {
     const TileChanges<T> own = coding.sorted.of(t);
-    if (own.n() > 0)
-      kernels_for<T>().tally(model, {old, grid.row_length}, tile, next, own, coding.scratch, gaps, steps);
+    if (own.n() > 0) kernels_for<T>().tally(model, old, tile, next, own, coding.scratch, job.gaps, job.steps);
     return true;
   });
   return 0;
@@ -135,22 +142,22 @@ bool add_up(const int64_t* stated, int64_t tiles, int64_t size) {
 }
 
 template <typename T>
-int64_t decode(const Model& model, const T* old, const Grid& grid, const int64_t* stated, const uint8_t* wanted,
-               const uint8_t* data, int64_t size, void* memory, int64_t memory_size, uint32_t* positions, T* values,
-               int64_t capacity) {
-  if (!add_up(stated, grid.tiles(), size)) return kMalformed;
-  Arena arena(memory);
+int64_t decode(const Model& model, const Grid& grid, const Job& job) {
+  if (!add_up(job.stated, grid.tiles(), job.data_size)) return kMalformed;
+  Arena arena(job.memory);
   const Scratch scratch = tile_scratch(arena);
-  const Unordered<T> all(arena, grid.rows * grid.row_length, capacity);
-  if (arena.used() > memory_size) return kNoMemory;
+  const Unordered<T> all(arena, grid.rows * grid.row_length, job.n);
+  if (arena.used() > job.size) return kNoMemory;
   std::memset(all.found.marks, 0, static_cast<size_t>(all.words) * sizeof *all.found.marks);
+  const Old<T> old{static_cast<const T*>(job.old), grid.row_length};
+  const uint8_t* data = job.data;
   int64_t total = 0;
   const bool sound = grid.each_tile([&](const Tile& tile, int64_t t, const Tile& next) {
-    const int64_t taken = stated[t] >> 1;
-    if (taken > 0 && (wanted == nullptr || wanted[t])) {
+    const int64_t taken = job.stated[t] >> 1;
+    if (taken > 0 && (job.wanted == nullptr || job.wanted[t])) {
       const Changed<T> here{all.found.positions + total, all.found.values + total, all.found.marks};
-      const int64_t n = kernels_for<T>().decode[stated[t] & 1](model, {old, grid.row_length}, tile, next, data, taken,
-                                                               scratch, here, capacity - total);
+      const int64_t n =
+          kernels_for<T>().decode[job.stated[t] & 1](model, old, tile, next, data, taken, scratch, here, job.n - total);
       if (n < 1) return false;
       total += n;
     }
@@ -158,48 +165,47 @@ int64_t decode(const Model& model, const T* old, const Grid& grid, const int64_t
     return true;
   });
   if (!sound) return kMalformed;
-  kernels_for<T>().order(all.found, total, all.words, all.before, positions, values);
+  kernels_for<T>().order(all.found, total, all.words, all.before, job.positions, static_cast<T*>(job.after));
   return total;
 }
 
 }  // namespace
 
-// Bytes of memory for any of the functions below, for a block with n changes, which is
-// encoded into at most `room` bytes.
-VDS_API int64_t vds_ctx_memory(const void* block, int64_t n, int64_t room) {
-  const Grid& grid = *static_cast<const Grid*>(block);
+// Calls what depends on the width of elements for a job.
+#define VDS_CTX_JOB(call)                                      \
+  const Model& model = *static_cast<const Model*>(job->model); \
+  const Grid& grid = *static_cast<const Grid*>(job->grid);     \
+  const int64_t width = job->width;                            \
+  VDS_CTX_WIDTHS(call, kUnknownWidth)
+
+// Bytes of memory for any of the functions below, for a block with n changes, which is encoded into at most `room`
+// bytes.
+VDS_API int64_t vds_ctx_memory(const Job* job) {
+  const Grid& grid = *static_cast<const Grid*>(job->grid);
   Arena encoding(nullptr), decoding(nullptr);
-  encoding.take<uint8_t>(room);
+  encoding.take<uint8_t>(job->room);
   encoding.take<uint8_t>(kIndexBytes * grid.tiles());
-  Coding<uint32_t>(encoding, grid, n);
+  Coding<uint32_t>(encoding, grid, job->n);
   tile_scratch(decoding);
-  Unordered<uint32_t>(decoding, grid.rows * grid.row_length, n);
+  Unordered<uint32_t>(decoding, grid.rows * grid.row_length, job->n);
   return std::max(encoding.used(), decoding.used());
 }
 
-// Encodes n changes of a block, whose strips cover a row, tile by tile: their bytes to the beginning of `memory`, and
-// what the index states of each tile, *index_size bytes in all, behind `room` bytes, rounded up to 64. Returns the size
-// of the bytes, or a Refusal: they take more than `room`, positions do not ascend, or `memory` is too small.
-VDS_API int64_t vds_ctx_encode(int width, const void* model, const void* old, const void* block,
-                               const uint32_t* positions, const void* before, const void* after, int64_t n,
-                               void* memory, int64_t size, int64_t room, int64_t* index_size) {
-#define VDS_CTX_ENCODE(T)                                                                                    \
-  encode<T>(*static_cast<const Model*>(model), static_cast<const T*>(old), *static_cast<const Grid*>(block), \
-            {positions, static_cast<const T*>(before), static_cast<const T*>(after), n}, memory, size, room, \
-            index_size)
-  VDS_CTX_WIDTHS(VDS_CTX_ENCODE, kUnknownWidth)
+// Encodes n changes of a block, whose strips cover a row, from positions, `before` and `after`, tile by tile: their
+// bytes to the beginning of `memory`, and what the index states of each tile, index_size bytes in all, behind `room`
+// bytes, rounded up to 64. Returns the size of the bytes, or a Refusal: they take more than `room`, positions do not
+// ascend, or `memory` is too small.
+VDS_API int64_t vds_ctx_encode(Job* job){
+#define VDS_CTX_ENCODE(T) encode<T>(model, grid, *job)
+    VDS_CTX_JOB(VDS_CTX_ENCODE)
 #undef VDS_CTX_ENCODE
 }
 
-// Adds the symbols of the tiles to gaps [classes, 74] and steps [classes, 249]; of `model`, only the classes matter.
-// Here strips need not cover a row: what lies in none is not counted. Returns 0 or a Refusal.
-VDS_API int64_t vds_ctx_tally(int width, const void* model, const void* old, const void* block,
-                              const uint32_t* positions, const void* before, const void* after, int64_t n, void* memory,
-                              int64_t size, uint64_t* gaps, uint64_t* steps) {
-#define VDS_CTX_TALLY(T)                                                                                    \
-  tally<T>(*static_cast<const Model*>(model), static_cast<const T*>(old), *static_cast<const Grid*>(block), \
-           {positions, static_cast<const T*>(before), static_cast<const T*>(after), n}, memory, size, gaps, steps)
-  VDS_CTX_WIDTHS(VDS_CTX_TALLY, kUnknownWidth)
+// Adds the symbols of the tiles of n changes, given as above, to `gaps` and `steps`; of `model`, only the classes
+// matter. Here strips need not cover a row: what lies in none is not counted. Returns 0 or a Refusal.
+VDS_API int64_t vds_ctx_tally(const Job* job){
+#define VDS_CTX_TALLY(T) tally<T>(model, grid, *job)
+    VDS_CTX_JOB(VDS_CTX_TALLY)
 #undef VDS_CTX_TALLY
 }
 
@@ -222,16 +228,11 @@ VDS_API int vds_ctx_read_index(const uint8_t* index, int64_t size, int64_t* stat
   return add_up(stated, tiles, bytes) ? 0 : 4;
 }
 
-// Decodes the wanted tiles of a block, or all where there is no `wanted`, against its old values, which need to be
-// right in those tiles only. Returns the number of changes written, positions and new values in ascending order, or a
-// Refusal: `stated` does not add up to `size`, a wanted tile is malformed or holds none, they are more than `capacity`,
-// or `memory` is too small.
-VDS_API int64_t vds_ctx_decode(int width, const void* model, const void* old, const void* block, const int64_t* stated,
-                               const uint8_t* wanted, const uint8_t* data, int64_t size, void* memory,
-                               int64_t memory_size, uint32_t* positions, void* values, int64_t capacity) {
-#define VDS_CTX_DECODE(T)                                                                                            \
-  decode<T>(*static_cast<const Model*>(model), static_cast<const T*>(old), *static_cast<const Grid*>(block), stated, \
-            wanted, data, size, memory, memory_size, positions, static_cast<T*>(values), capacity)
-  VDS_CTX_WIDTHS(VDS_CTX_DECODE, kUnknownWidth)
+// Decodes the wanted tiles of a block from `data` against its old values, which need to be right in those tiles only,
+// to positions and `after`, ascending. Returns how many changes, or a Refusal: `stated` does not add up to data_size, a
+// wanted tile is malformed or holds none, they are more than n, or `memory` is too small.
+VDS_API int64_t vds_ctx_decode(const Job* job) {
+#define VDS_CTX_DECODE(T) decode<T>(model, grid, *job)
+  VDS_CTX_JOB(VDS_CTX_DECODE)
 #undef VDS_CTX_DECODE
 }

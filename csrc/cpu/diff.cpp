@@ -95,30 +95,42 @@ int64_t diff(Compactor<T>& out, int64_t n, int64_t capacity) {
   return n;
 }
 
+// What vds_diff is called with, and what it gives; Python declares the same (native/cpu.py).
+struct Job {
+  int64_t width;  // bytes of an element
+  void* before;
+  const void* after;
+  int64_t n, offset;  // elements, and what their positions are counted from
+  int64_t advance;    // whether to write `after` over `before`
+  int64_t capacity;   // of the columns, at least one group of 64 bytes
+  uint32_t* positions;
+  void *old_out, *new_out;
+  int64_t found, consumed;  // changes, in so many first elements
+};
+
 template <typename T>
-int64_t diff(T* before, const T* after, int64_t n, int64_t offset, bool advance, int64_t capacity, uint32_t* positions,
-             T* old_out, T* new_out, int64_t* consumed) {
-  Compactor<T> out{before, after, static_cast<uint32_t>(offset), positions, old_out, new_out, 0};
-  *consumed = advance ? diff<T, true>(out, n, capacity) : diff<T, false>(out, n, capacity);
-  return out.found;
+void diff(Job& job) {
+  Compactor<T> out{static_cast<T*>(job.before),
+                   static_cast<const T*>(job.after),
+                   static_cast<uint32_t>(job.offset),
+                   job.positions,
+                   static_cast<T*>(job.old_out),
+                   static_cast<T*>(job.new_out),
+                   0};
+  job.consumed = job.advance ? diff<T, true>(out, job.n, job.capacity) : diff<T, false>(out, job.n, job.capacity);
+  job.found = out.found;
 }
 
 }  // namespace
 
-// Compares n elements and writes what differs to positions (counted from `offset`), old and new, which have room for
-// `capacity` (at least one group of 64 bytes). Returns how many were found in the first *consumed elements, or -1 for
-// an unknown width.
-VDS_API int64_t vds_diff(int width, void* before, const void* after, int64_t n, int64_t offset, int advance,
-                         int64_t capacity, uint32_t* positions, void* old_out, void* new_out, int64_t* consumed) {
-#define VDS_DIFF(T)                                                                                                \
-  return diff(static_cast<T*>(before), static_cast<const T*>(after), n, offset, advance != 0, capacity, positions, \
-              static_cast<T*>(old_out), static_cast<T*>(new_out), consumed)
-  switch (width) {
-    case 1: VDS_DIFF(uint8_t);
-    case 2: VDS_DIFF(uint16_t);
-    case 4: VDS_DIFF(uint32_t);
-    case 8: VDS_DIFF(uint64_t);
+// Compares n elements and writes what differs to positions, old_out and new_out, until there may not be room for more.
+// Returns 0, or -1 for an unknown width.
+VDS_API int vds_diff(Job* job) {
+  switch (job->width) {
+    case 1: return diff<uint8_t>(*job), 0;
+    case 2: return diff<uint16_t>(*job), 0;
+    case 4: return diff<uint32_t>(*job), 0;
+    case 8: return diff<uint64_t>(*job), 0;
     default: return -1;
   }
-#undef VDS_DIFF
 }

@@ -10,18 +10,17 @@
 #include <numeric>
 #include <vector>
 
+#include "../cpu/ctx_job.h"
 #include "../ctx_decode.h"
 #include "../host_team.h"
 
 extern "C" {
 int64_t vds_ctx_model_size(int);
 int vds_ctx_model(int, const uint8_t*, const uint16_t*, const uint16_t*, void*);
-int64_t vds_ctx_memory(const void*, int64_t, int64_t);
-int64_t vds_ctx_encode(int, const void*, const void*, const void*, const uint32_t*, const void*, const void*, int64_t,
-                       void*, int64_t, int64_t, int64_t*);
+int64_t vds_ctx_memory(const vds::ctx::Job*);
+int64_t vds_ctx_encode(vds::ctx::Job*);
 int vds_ctx_read_index(const uint8_t*, int64_t, int64_t*, int64_t, int64_t);
-int64_t vds_ctx_decode(int, const void*, const void*, const void*, const int64_t*, const uint8_t*, const uint8_t*,
-                       int64_t, void*, int64_t, uint32_t*, void*, int64_t);
+int64_t vds_ctx_decode(const vds::ctx::Job*);
 }
 
 namespace {
@@ -159,11 +158,20 @@ void run(const uint8_t* header, const uint8_t* body, size_t size) {
   const int64_t n = static_cast<int64_t>(positions.size());
   const int64_t grid[4] = {rows, row_length, reinterpret_cast<int64_t>(strips.data()), count},
                 room = (16 * n + 100 * count + 64) / 64 * 64;
-  const int64_t size_of_memory = vds_ctx_memory(grid, n, room);
-  const std::unique_ptr<uint8_t[]> memory(new uint8_t[static_cast<size_t>(size_of_memory)]);  // not zeroed: it is large
-  int64_t index_size = 0;
-  const int64_t whole = vds_ctx_encode(sizeof(T), model.data(), old.data(), grid, positions.data(), before.data(),
-                                       after.data(), n, memory.get(), size_of_memory, room, &index_size);
+  Job job{};
+  job.width = sizeof(T);
+  job.model = model.data();
+  job.old = old.data();
+  job.grid = grid;
+  job.n = n;
+  job.positions = positions.data();
+  job.before = before.data();
+  job.after = after.data();
+  job.room = room;
+  job.size = vds_ctx_memory(&job);
+  const std::unique_ptr<uint8_t[]> memory(new uint8_t[static_cast<size_t>(job.size)]);  // not zeroed: it is large
+  job.memory = memory.get();
+  const int64_t whole = vds_ctx_encode(&job), index_size = job.index_size;
   if (whole < 0) abort();
   std::vector<uint8_t> coded(memory.get(), memory.get() + whole);
   std::vector<uint8_t> index(memory.get() + room, memory.get() + room + index_size);
@@ -173,12 +181,22 @@ void run(const uint8_t* header, const uint8_t* body, size_t size) {
   const auto decode = [&](const std::vector<uint8_t>& bytes, int64_t capacity, std::vector<uint32_t>& found) {
     const std::vector<uint8_t> exact(bytes.begin(), bytes.end());  // so that its end is seen
     std::vector<T> values(static_cast<size_t>(capacity));
-    const int64_t needed = vds_ctx_memory(grid, capacity, 0);
-    const std::unique_ptr<uint8_t[]> scratch(new uint8_t[static_cast<size_t>(needed)]);
     found.assign(static_cast<size_t>(capacity), 0);
-    const int64_t total = vds_ctx_decode(sizeof(T), model.data(), old.data(), grid, sizes.data(), nullptr, exact.data(),
-                                         static_cast<int64_t>(exact.size()), scratch.get(), needed, found.data(),
-                                         values.data(), capacity);
+    Job own{};
+    own.width = sizeof(T);
+    own.model = model.data();
+    own.old = old.data();
+    own.grid = grid;
+    own.n = capacity;
+    own.positions = found.data();
+    own.after = values.data();
+    own.stated = sizes.data();
+    own.data = exact.data();
+    own.data_size = static_cast<int64_t>(exact.size());
+    own.size = vds_ctx_memory(&own);
+    const std::unique_ptr<uint8_t[]> scratch(new uint8_t[static_cast<size_t>(own.size)]);
+    own.memory = scratch.get();
+    const int64_t total = vds_ctx_decode(&own);
 #if defined(VDS_FUZZ_DEVICE)
     std::vector<uint32_t> positions;
     std::vector<T> moved;

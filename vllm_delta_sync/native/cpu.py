@@ -9,7 +9,6 @@ import ctypes
 import math
 import threading
 from collections.abc import Sequence
-from itertools import starmap
 from typing import Any
 
 import numpy as np
@@ -53,29 +52,49 @@ _REFUSALS = {  # enum Status of csrc/cpu/codec.cpp
 }
 
 
+class _DiffJob(ctypes.Structure):
+    """Job of csrc/cpu/diff.cpp. Addresses as numbers."""
+
+    _fields_ = tuple(
+        (name, ctypes.c_int64)
+        for name in (
+            "width", "before", "after", "n", "offset", "advance", "capacity", "positions", "old", "new", "found",
+            "consumed",
+        )
+    )  # fmt: skip
+    width: int
+    before: int
+    after: int
+    n: int
+    offset: int
+    advance: int
+    found: int
+    consumed: int
+
+
 class _Scratch(threading.local):
     """Where the C diff writes, kept from one call to the next: touching new pages costs more than a small diff."""
 
     def __init__(self) -> None:
-        self.room = SCRATCH + 128
-        self.positions = np.empty(self.room, np.uint32)
-        sides = np.empty((2, self.room), np.uint64)
-        self.consumed = ctypes.c_int64(0)
-        self.arguments = (
-            self.room, address_of(self.positions), address_of(sides[0]), address_of(sides[1]),
-            ctypes.addressof(self.consumed),
-        )  # fmt: skip
+        room = SCRATCH + 128
+        self._positions = np.empty(room, np.uint32)
+        sides = np.empty((2, room), np.uint64)
         self._sides = {width: tuple(side.view(bits) for side in sides) for width, bits in WIDTHS.items()}
+        self.job = _DiffJob(capacity=room, positions=address_of(self._positions), old=address_of(sides[0]),
+                            new=address_of(sides[1]))  # fmt: skip
+        self.address = ctypes.addressof(self.job)
 
-    def take(self, found: int, width: int) -> Changes:
-        """A copy of the first `found` changes."""
+    def take(self, width: int) -> Changes:
+        """A copy of the changes that were found last."""
+        found = self.job.found
         old, new = self._sides[width]
-        return Changes(self.positions[:found].copy(), old[:found].copy(), new[:found].copy())
+        return Changes(self._positions[:found].copy(), old[:found].copy(), new[:found].copy())
 
-    def undo(self, found: int, snapshot: Bits) -> None:
-        """Take back the first `found` changes, without copying them."""
+    def undo(self, snapshot: Bits) -> None:
+        """Take back the changes that were found last, without copying them."""
+        found = self.job.found
         old, new = self._sides[snapshot.itemsize]
-        Changes(self.positions[:found], old[:found], new[:found]).undo(snapshot)
+        Changes(self._positions[:found], old[:found], new[:found]).undo(snapshot)
 
 
 _scratch = _Scratch()
@@ -101,27 +120,26 @@ def diff(snapshot: Bits, current: Bits, *, advance: bool) -> Changes:
     if advance and not snapshot.flags.writeable:
         raise ValueError("diff cannot advance a read-only snapshot; pass a writable one or advance=False")
     pieces: list[Changes] = []
-    done, counts = 0, [0]
-    address, other = address_of(snapshot), address_of(current)
+    done, job = 0, scratch.job
+    job.width, job.before, job.after, job.advance = width, address_of(snapshot), address_of(current), advance
+    job.found = 0
     try:
         while True:
-            arguments = width, address + done * width, other + done * width, size - done, done, advance
-            # Not given a name: a signal that came meanwhile is handled before that, and what was found must be known.
-            counts.extend(starmap(_lib.vds_diff, [(*arguments, *scratch.arguments)]))
-            piece = scratch.take(counts[-1], width)
-            done += scratch.consumed.value
-            if done == size and not pieces:
-                return piece
-            pieces.append(piece)
+            job.n, job.offset = size - done, done
+            _lib.vds_diff(scratch.address)
+            pieces.append(scratch.take(width))
+            done += job.consumed
             if done == size:
                 break
-        return Changes(*(np.concatenate(column) for column in zip(*pieces, strict=True)))
+            job.before += job.consumed * width
+            job.after += job.consumed * width
+        return pieces[0] if len(pieces) == 1 else Changes(*map(np.concatenate, zip(*pieces, strict=True)))
     except BaseException:
         if advance:
             for piece in pieces:
                 piece.undo(snapshot)
             # What was found last may not have got into `pieces`; if it has, undoing it twice does no harm.
-            scratch.undo(counts[-1], snapshot)
+            scratch.undo(snapshot)
         raise
 
 

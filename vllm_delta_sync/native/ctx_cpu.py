@@ -36,29 +36,71 @@ _REFUSALS = {
 }
 
 
-class _Memory(threading.local):
-    """Of a thread; it grows to what the largest block took, for fresh pages cost much."""
+class _Job(ctypes.Structure):
+    """Job of csrc/cpu/ctx_job.h. Addresses as numbers."""
+
+    _fields_ = tuple(
+        (name, ctypes.c_int64)
+        for name in (
+            "width", "model", "old", "grid", "memory", "size", "n", "positions", "before", "after", "room",
+            "index_size", "stated", "wanted", "data", "data_size", "gaps", "steps",
+        )
+    )  # fmt: skip
+    width: int
+    model: int
+    old: int
+    grid: int
+    memory: int
+    size: int
+    n: int
+    positions: int
+    before: int
+    after: int
+    room: int
+    index_size: int
+    stated: int
+    wanted: int
+    data: int
+    data_size: int
+    gaps: int
+    steps: int
+
+
+class _Worker(threading.local):
+    """A thread's job, and the memory for it, which grows to what the largest block took: fresh pages cost much."""
 
     def __init__(self) -> None:
-        self.size = self.address = 0
-        self.index_size = ctypes.c_int64(0)
-        self.index_size_address = ctypes.addressof(self.index_size)
+        self.job = _Job()
+        self._address = ctypes.addressof(self.job)
 
-    def within(self, call: Callable[[int, int], int], grid: CtxGrid, changed: int, room: int = 0) -> int:
-        """What `call`, with an address and how many bytes are there, returns when they are enough."""
-        outcome = call(self.address, self.size)
+    def block(self, model: CtxModel, old: Bits, grid: CtxGrid) -> _Job:
+        """The job, for this block."""
+        job, width = self.job, check_block(grid, old)
+        job.width, job.model, job.old, job.grid = width, model.address, address_of(old), grid.address
+        return job
+
+    def changes(self, changes: Changes) -> None:
+        """Give the job its changes."""
+        job, (positions, before, after) = self.job, changes
+        job.n, job.positions = positions.size, address_of(positions)
+        job.before, job.after = address_of(before), address_of(after)
+
+    def run(self, function: Callable[[int], int]) -> int:
+        """What a function of the library returns for the job when there is enough memory."""
+        outcome = function(self._address)
         if outcome == _NO_MEMORY:
+            job = self.job
             # There is none while the smaller one goes and the larger one comes: so what fails here leaves none.
-            self.size = self.address = 0
+            job.size = 0
             self._bytes = np.empty(0, np.uint8)
-            self._bytes = np.empty(_lib.vds_ctx_memory(grid.address, changed, room), np.uint8)
-            self.address = address_of(self._bytes)
-            self.size = self._bytes.size
-            outcome = call(self.address, self.size)
+            self._bytes = np.empty(_lib.vds_ctx_memory(self._address), np.uint8)
+            job.memory = address_of(self._bytes)
+            job.size = self._bytes.size
+            outcome = function(self._address)
         return outcome
 
 
-_memory = _Memory()
+_worker = _Worker()
 
 
 def ctx_model(last: U8, gaps: U16, steps: U16) -> CtxModel:
@@ -78,24 +120,19 @@ def ctx_encode(model: CtxModel, old: Bits, grid: CtxGrid, changes: Changes, room
 
     old uW [rows · row_length] before the changes; room in bytes.
     """
-    width = check_block(grid, old)
+    worker = _worker
+    job = worker.block(model, old, grid)
     check_cover(grid)
     check_changes(old, changes)
-    before, columns = address_of(old), tuple(map(address_of, changes))
-    changed, memory = changes.positions.size, _memory
-    size = memory.within(
-        lambda address, most: _lib.vds_ctx_encode(
-            width, model.address, before, grid.address, *columns, changed, address, most, room,
-            memory.index_size_address,
-        ),
-        grid, changed, room,
-    )  # fmt: skip
+    worker.changes(changes)
+    job.room = room
+    size = worker.run(_lib.vds_ctx_encode)
     if size == _UNSORTED:
         raise unsorted(grid)
     if size < 0:
         return None
-    index = memory.address + (room + 63) // 64 * 64
-    return ctypes.string_at(index, memory.index_size.value), ctypes.string_at(memory.address, size)
+    index = job.memory + (room + 63) // 64 * 64
+    return ctypes.string_at(index, job.index_size), ctypes.string_at(job.memory, size)
 
 
 def ctx_index(index: U8, tiles: int, size: int) -> I64:
@@ -120,37 +157,29 @@ def ctx_decode(
     bytes << 1 | whether it has four states is `stated`, whether it is `wanted`; all are if that is None.
     MalformedObject if the bytes of a wanted tile are not exactly what docs/protocol.md says.
     """
-    width = check_block(grid, old)
+    worker = _worker
+    job = worker.block(model, old, grid)
     check_cover(grid)
     check_stated(grid, stated, data, wanted)
-    positions, values = np.empty(max(0, changed), np.uint32), np.empty(max(0, changed), old.dtype)
-    before, coded, sizes, places, to = map(address_of, (old, data, stated, positions, values))
-    chosen = None if wanted is None else address_of(wanted)
-    found = _memory.within(
-        lambda address, most: _lib.vds_ctx_decode(
-            width, model.address, before, grid.address, sizes, chosen, coded, data.size, address, most, places, to,
-            positions.size,
-        ),
-        grid, positions.size,
-    )  # fmt: skip
+    room = max(0, changed)
+    positions, values = np.empty(room, np.uint32), np.empty(room, old.dtype)
+    job.n, job.positions, job.after, job.room = room, address_of(positions), address_of(values), 0
+    job.stated, job.data, job.data_size = address_of(stated), address_of(data), data.size
+    job.wanted = 0 if wanted is None else address_of(wanted)
+    found = worker.run(_lib.vds_ctx_decode)
     if found < 0:
         raise malformed(grid, changed)
-    return (positions, values) if found == positions.size else (positions[:found], values[:found])
+    return (positions, values) if found == room else (positions[:found], values[:found])
 
 
 def ctx_tally(model: CtxModel, old: Bits, grid: CtxGrid, changes: Changes, to: Tally) -> None:
     """Add the symbols of the changes in the grid's strips, by class of the model; its tiles' ends among them."""
-    width = check_block(grid, old)
+    worker = _worker
+    job = worker.block(model, old, grid)
     check_changes(old, changes)
-    before, columns = address_of(old), tuple(map(address_of, changes))
-    changed = changes.positions.size
-    status = _memory.within(
-        lambda address, most: _lib.vds_ctx_tally(
-            width, model.address, before, grid.address, *columns, changed, address, most, address_of(to.gaps),
-            address_of(to.steps),
-        ),
-        grid, changed,
-    )  # fmt: skip
+    worker.changes(changes)
+    job.room, job.gaps, job.steps = 0, address_of(to.gaps), address_of(to.steps)
+    status = worker.run(_lib.vds_ctx_tally)
     if status == _UNSORTED:
         raise unsorted(grid)
 

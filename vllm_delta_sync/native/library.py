@@ -14,22 +14,14 @@ from typing import Any, NamedTuple
 
 import vllm_delta_sync
 
-ABI_VERSION = 3  # kAbiVersion of csrc/vds_core.h
+ABI_VERSION = 4  # kAbiVersion of csrc/vds_core.h
 
 # Addresses of numpy arrays go as plain numbers: a typed pointer costs ten times as much to make.
 _U8 = _U16 = _U32 = _I64 = c_void_p
 
-# Width, model, old values, grid; then positions, old and new values, how many; then memory and its size.
-_CTX_BLOCK = [c_int, c_void_p, c_void_p, c_void_p]
-_CTX_CHANGES = [_U32, c_void_p, c_void_p, c_int64]
-_MEMORY = [c_void_p, c_int64]
-
 CPU_FUNCTIONS: dict[str, tuple[Any, list[Any]]] = {
     "vds_instruction_set": (c_char_p, []),
-    "vds_diff": (
-        c_int64,
-        [c_int, c_void_p, c_void_p, c_int64, c_int64, c_int, c_int64, _U32, c_void_p, c_void_p, _I64],
-    ),
+    "vds_diff": (c_int, [c_void_p]),
     "vds_hash_run": (c_int, [c_int, c_void_p, c_int64, c_int64, c_uint64, c_uint64, _U32]),
     "vds_hash_strided": (c_int, [c_int, c_void_p, c_int, _I64, _I64, c_int64, _I64, c_uint64, c_uint64, _U32]),
     "vds_hash_changes": (c_int, [c_int, _U32, c_int64, c_void_p, c_void_p, c_int64, c_uint64, c_uint64, _U32]),
@@ -44,11 +36,11 @@ CPU_FUNCTIONS: dict[str, tuple[Any, list[Any]]] = {
     "vds_map_positions": (c_int64, [_U32, c_int64, c_int64, c_int, _I64, _I64, _I64, _U32, _I64]),
     "vds_ctx_model_size": (c_int64, [c_int]),
     "vds_ctx_model": (c_int, [c_int, _U8, _U16, _U16, c_void_p]),
-    "vds_ctx_memory": (c_int64, [c_void_p, c_int64, c_int64]),
-    "vds_ctx_encode": (c_int64, [*_CTX_BLOCK, *_CTX_CHANGES, *_MEMORY, c_int64, _I64]),
+    "vds_ctx_memory": (c_int64, [c_void_p]),
+    "vds_ctx_encode": (c_int64, [c_void_p]),
     "vds_ctx_read_index": (c_int, [_U8, c_int64, _I64, c_int64, c_int64]),
-    "vds_ctx_decode": (c_int64, [*_CTX_BLOCK, _I64, _U8, _U8, c_int64, *_MEMORY, _U32, c_void_p, c_int64]),
-    "vds_ctx_tally": (c_int64, [*_CTX_BLOCK, *_CTX_CHANGES, *_MEMORY, _I64, _I64]),
+    "vds_ctx_decode": (c_int64, [c_void_p]),
+    "vds_ctx_tally": (c_int64, [c_void_p]),
     "vds_ctx_survey": (c_int, [c_int, c_void_p, c_int64, c_void_p, c_void_p, c_int64, _I64, _I64]),
     "vds_gather": (c_int, [c_int, c_void_p, _U32, c_int64, c_void_p]),
     "vds_scatter": (c_int64, [c_int, c_void_p, c_int64, _U32, c_void_p, c_void_p, c_int64, c_int]),

@@ -6,6 +6,7 @@ Does not code anything, and does not read blocks: it is given counts.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from itertools import pairwise
 from typing import Any
 
@@ -30,47 +31,46 @@ def classes(members: Counts, steps: Counts, toll: float) -> npt.NDArray[np.uint8
     """
     ends = [*np.flatnonzero(members)[:-1].tolist(), CONTEXTS - 1]
     first = [0, *(end + 1 for end in ends[:-1])]
-    groups = [
-        _Group(end, float(inside), changes)
-        for end, inside, changes in zip(
-            ends,
-            np.add.reduceat(members, first),
-            np.add.reduceat(steps[:, steps.any(axis=0)], first, axis=0).astype(np.float64),
-            strict=True,
-        )
-    ]
-    joined = [left.joined(right) for left, right in pairwise(groups)]
+    # Neighbouring contexts up to each end: how many elements have one of them, and steps of those that change.
+    inside = [*np.add.reduceat(members, first).astype(np.float64)]
+    changes = [*np.add.reduceat(steps[:, steps.any(axis=0)], first, axis=0).astype(np.float64)]
+    own = _nats(inside, changes)
+    joined = _joined(inside, changes)
     toll *= math.log(2)
     while joined:
-        costs = [
-            both.nats - left.nats - right.nats for both, (left, right) in zip(joined, pairwise(groups), strict=True)
-        ]
-        at = min(range(len(costs)), key=costs.__getitem__)
-        if len(groups) <= MAX_MADE and costs[at] >= toll:
+        costs = [both - left - right for both, (left, right) in zip(joined, pairwise(own), strict=True)]
+        least = min(costs)
+        if len(ends) <= MAX_MADE and least >= toll:
             break
-        groups[at : at + 2] = [joined.pop(at)]
-        for pair in range(max(0, at - 1), min(at + 1, len(joined))):
-            joined[pair] = groups[pair].joined(groups[pair + 1])
-    return np.array([group.last for group in groups], np.uint8)
+        at = costs.index(least)
+        del ends[at]
+        inside[at : at + 2] = [inside[at] + inside[at + 1]]
+        changes[at : at + 2] = [changes[at] + changes[at + 1]]
+        own[at : at + 2] = [joined[at]]
+        around = slice(max(0, at - 1), at + 2)
+        joined[max(0, at - 1) : at + 2] = _joined(inside[around], changes[around])
+    return np.array(ends, np.uint8)
 
 
-class _Group:
-    """Neighbouring contexts up to `last`: how many elements have one of them, and steps [S] of those that change."""
-
-    def __init__(self, last: int, members: float, steps: Counts) -> None:
-        self.last, self._members, self._steps = last, members, steps
-        unchanged = members - float(steps.sum())
-        found = steps[steps > 0]
-        # What it takes at least to tell which of the members change, and by what.
-        self.nats = _nats(members) - _nats(unchanged) - float((found * np.log(found)).sum())
-
-    def joined(self, later: _Group) -> _Group:
-        """With the contexts that follow."""
-        return _Group(later.last, self._members + later._members, self._steps + later._steps)
+def _joined(inside: Sequence[float], changes: Sequence[Counts]) -> list[float]:
+    """The same of each two neighbours as one."""
+    return _nats([a + b for a, b in pairwise(inside)], [a + b for a, b in pairwise(changes)])
 
 
-def _nats(n: float) -> float:
-    return n * math.log(n) if n > 1 else 0.0
+def _nats(members: Sequence[float], steps: Sequence[Counts]) -> list[float]:
+    """What it takes at least to tell which members change, and by what: of groups with steps [S] each."""
+    if not members:
+        return []
+    all_of, changed = np.array(members), np.array(steps)
+    found: list[float] = (
+        _entropy(all_of) - _entropy(all_of - changed.sum(axis=1)) - _entropy(changed).sum(axis=1)
+    ).tolist()
+    return found
+
+
+def _entropy(counts: Counts) -> Counts:
+    found: Counts = counts * np.log(np.maximum(counts, 1))
+    return found
 
 
 def frequencies(counts: Counts, *needed: int) -> npt.NDArray[np.uint16]:

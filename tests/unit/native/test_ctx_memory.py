@@ -23,20 +23,23 @@ def test_threads_that_share_a_grid_share_what_the_library_reads_of_it(monkeypatc
 
 def test_memory_that_could_not_grow_is_none_until_it_can(monkeypatch: pytest.MonkeyPatch) -> None:
     ctx_cpu = pytest.importorskip("vllm_delta_sync.native.ctx_cpu")
-    memory, grids = ctx_cpu._Memory(), [CtxGrid(1, n, np.array([(0, n)], np.int64)) for n in (8, 1 << 18)]
+    worker = ctx_cpu._Worker()
+    job = worker.job
+    grid = CtxGrid(1, 1 << 18, np.array([(0, 1 << 18)], np.int64))
+    job.grid = grid.address
 
-    def call(address: int, size: int) -> int:
-        return 0 if size >= least else ctx_cpu._NO_MEMORY
+    def call(_: int) -> int:
+        return 0 if job.size >= least else ctx_cpu._NO_MEMORY
 
     def interrupted(values: np.ndarray) -> int:
         raise KeyboardInterrupt
 
     least = 1
-    assert memory.within(call, grids[0], 1) == 0
-    least = memory.size + 1
+    assert worker.run(call) == 0
+    job.n, least = 1 << 18, job.size + 1
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
         patch.setattr(ctx_cpu, "address_of", interrupted)
-        memory.within(call, grids[1], 1)
-    assert (memory.address, memory.size) == (0, 0)
-    assert memory.within(call, grids[1], 1) == 0
-    assert (memory.address, memory.size) == (memory._bytes.ctypes.data, memory._bytes.size)
+        worker.run(call)
+    assert job.size == 0
+    assert worker.run(call) == 0
+    assert (job.memory, job.size) == (worker._bytes.ctypes.data, worker._bytes.size)
