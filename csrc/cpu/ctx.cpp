@@ -10,7 +10,7 @@ using namespace vds::ctx;
 using vds::Arena;
 
 // Below it, a tile's changes are so few that the states of more lanes would cost more than they save in time.
-constexpr int64_t kLaneChanges = 4096;
+constexpr int64_t kLaneChanges = 2048;
 
 constexpr int64_t kIndexBytes = 5;  // at most, of a tile
 

@@ -24,7 +24,7 @@ EXACT = 16  # magnitudes below have a symbol each
 GAP_END, GAP_ESCAPE, GAP_SYMBOLS = 72, 73, 74
 STEP_ESCAPE, STEP_SYMBOLS = 248, 249
 MANY_LANES = 4  # states of a tile of LANE_CHANGES changes or more; one of any other
-LANE_CHANGES = 4096
+LANE_CHANGES = 2048
 CTX_WIDTHS = (1, 2, 4)
 
 
