@@ -126,6 +126,24 @@ def test_a_block_of_many_tiles_has_none_larger_than_allowed() -> None:
     np.testing.assert_array_equal(values, changes.new)
 
 
+@pytest.mark.parametrize(
+    ("rows", "columns"),
+    [(1, (20_000,)), (1, (9_000, 11_000)), (3, (9_000, 11_000)), (900, (13, 27)), (700, (40,))],
+    ids=["one row", "strips of one row", "long strips", "narrow strips", "rows as one"],
+)
+def test_a_tile_that_is_looked_at_piece_by_piece_is_written_as_by_the_portable_one(
+    rows: int, columns: tuple[int, ...]
+) -> None:
+    old, changes = walk(4, rows, sum(columns))
+    grid = CtxGrid(rows, sum(columns), strips(*columns))
+    written = [
+        encode(ctx, model_of(ctx, [108, 112, 115, 255], 6), old, grid, changes)
+        for ctx in dict.fromkeys([portable_ctx, implementations()[-1]])
+    ]
+    for one, other in zip(written[0], written[-1], strict=True):
+        np.testing.assert_array_equal(one, other)
+
+
 def test_what_does_not_fit_the_room_is_not_written(ctx: ModuleType) -> None:
     old, changes = walk(2, 10, 64)
     grid, model = CtxGrid(10, 64, strips(64)), model_of(ctx, [255], 1)
