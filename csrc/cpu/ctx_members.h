@@ -52,8 +52,9 @@ class Range {
 #endif
 };
 
-// The old values of the next tile, asked for line by line while this one is worked on: reading them is what memory has
-// to do, and sorting elements into classes what the processor has to. The nearest cache is left to the tile in hand.
+// The old values of the tile or piece that is next, asked for line by line while one is worked on: reading them is what
+// memory has to do, and sorting elements into classes what the processor has to. The nearest cache is left to what is
+// in hand.
 template <typename T>
 class Ahead {
  public:
