@@ -15,10 +15,11 @@ import numpy as np
 from vllm_delta_sync import native
 
 EVICTION_BYTES = 256 << 20  # several times any L3
+TURN_SECONDS, TURN_RUNS = 0.4, 5  # a contender runs until it took so long, or so often: quick ones vary most
 
 
 def interleaved(contenders: Mapping[str, Callable[[], object]], rounds: int) -> dict[str, float]:
-    """Median seconds of each contender over `rounds` turns, each begun with a cache full of other data.
+    """Median seconds of each contender over the runs of `rounds` turns, each begun with a cache full of other data.
 
     Taking turns means that a slow spell of the machine falls on all of them.
     """
@@ -29,10 +30,13 @@ def interleaved(contenders: Mapping[str, Callable[[], object]], rounds: int) -> 
     try:
         for _ in range(rounds):
             for name, run in contenders.items():
-                native.read_sum(other)
-                start = time.perf_counter()
-                run()
-                taken[name].append(time.perf_counter() - start)
+                spent, runs = 0.0, 0
+                while spent < TURN_SECONDS and runs < TURN_RUNS:
+                    native.read_sum(other)
+                    start = time.perf_counter()
+                    run()
+                    taken[name].append(time.perf_counter() - start)
+                    spent, runs = spent + taken[name][-1], runs + 1
     finally:
         if collecting:
             gc.enable()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from dataclasses import asdict
 from pathlib import Path
 
@@ -9,8 +10,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from vllm_delta_sync.bench import apply, data, fetch, hash, step
-from vllm_delta_sync.bench.clock import interleaved
+from vllm_delta_sync.bench import apply, clock, data, fetch, hash, step
 from vllm_delta_sync.errors import BaseMismatch, ConfigError
 
 
@@ -20,11 +20,16 @@ def checkpoint(folder: Path, **tensors: torch.Tensor) -> Path:
     return folder
 
 
-def test_contenders_take_turns() -> None:
+def test_contenders_take_turns_in_which_quick_ones_run_more_often() -> None:
     order: list[str] = []
-    seconds = interleaved({"a": lambda: order.append("a"), "b": lambda: order.append("b")}, rounds=3)
-    assert order == ["a", "b"] * 3
-    assert seconds.keys() == {"a", "b"} and all(value > 0 for value in seconds.values())
+
+    def slow() -> None:
+        order.append("slow")
+        time.sleep(clock.TURN_SECONDS)
+
+    seconds = clock.interleaved({"quick": lambda: order.append("quick"), "slow": slow}, rounds=3)
+    assert order == [*["quick"] * clock.TURN_RUNS, "slow"] * 3
+    assert 0 < seconds["quick"] < clock.TURN_SECONDS <= seconds["slow"]
 
 
 def test_a_step_is_the_bits_that_differ(tmp_path: Path) -> None:
