@@ -158,11 +158,15 @@ void run(const uint8_t* header, const uint8_t* body, size_t size) {
   const int64_t n = static_cast<int64_t>(positions.size());
   const int64_t grid[4] = {rows, row_length, reinterpret_cast<int64_t>(strips.data()), count},
                 room = (16 * n + 100 * count + 64) / 64 * 64;
-  Job job{};
-  job.width = sizeof(T);
-  job.model = model.data();
-  job.old = old.data();
-  job.grid = grid;
+  const auto block = [&] {
+    Job job{};
+    job.width = sizeof(T);
+    job.model = model.data();
+    job.old = old.data();
+    job.grid = grid;
+    return job;
+  };
+  Job job = block();
   job.n = n;
   job.positions = positions.data();
   job.before = before.data();
@@ -182,11 +186,7 @@ void run(const uint8_t* header, const uint8_t* body, size_t size) {
     const std::vector<uint8_t> exact(bytes.begin(), bytes.end());  // so that its end is seen
     std::vector<T> values(static_cast<size_t>(capacity));
     found.assign(static_cast<size_t>(capacity), 0);
-    Job own{};
-    own.width = sizeof(T);
-    own.model = model.data();
-    own.old = old.data();
-    own.grid = grid;
+    Job own = block();
     own.n = capacity;
     own.positions = found.data();
     own.after = values.data();
