@@ -169,14 +169,18 @@ int64_t decode(const Model& model, const Grid& grid, const Job& job) {
   return total;
 }
 
-}  // namespace
+// What `call` returns for an element of the job's width, its model and its grid.
+template <typename Call>
+int64_t with_width(const Job& job, Call call) {
+  const Model& model = *static_cast<const Model*>(job.model);
+  const Grid& grid = *static_cast<const Grid*>(job.grid);
+  const int64_t width = job.width;
+#define VDS_CTX_CALL(T) call(T{}, model, grid)
+  VDS_CTX_WIDTHS(VDS_CTX_CALL, kUnknownWidth)
+#undef VDS_CTX_CALL
+}
 
-// Calls what depends on the width of elements for a job.
-#define VDS_CTX_JOB(call)                                      \
-  const Model& model = *static_cast<const Model*>(job->model); \
-  const Grid& grid = *static_cast<const Grid*>(job->grid);     \
-  const int64_t width = job->width;                            \
-  VDS_CTX_WIDTHS(call, kUnknownWidth)
+}  // namespace
 
 // Bytes of memory for any of the functions below, for a block with n changes, which is encoded into at most `room`
 // bytes.
@@ -195,18 +199,16 @@ VDS_API int64_t vds_ctx_memory(const Job* job) {
 // bytes to the beginning of `memory`, and what the index states of each tile, index_size bytes in all, behind `room`
 // bytes, rounded up to 64. Returns the size of the bytes, or a Refusal: they take more than `room`, positions do not
 // ascend, or `memory` is too small.
-VDS_API int64_t vds_ctx_encode(Job* job){
-#define VDS_CTX_ENCODE(T) encode<T>(model, grid, *job)
-    VDS_CTX_JOB(VDS_CTX_ENCODE)
-#undef VDS_CTX_ENCODE
+VDS_API int64_t vds_ctx_encode(Job* job) {
+  return with_width(
+      *job, [&](auto bits, const Model& model, const Grid& grid) { return encode<decltype(bits)>(model, grid, *job); });
 }
 
 // Adds the symbols of the tiles of n changes, given as above, to `gaps` and `steps`; of `model`, only the classes
 // matter. Here strips need not cover a row: what lies in none is not counted. Returns 0 or a Refusal.
-VDS_API int64_t vds_ctx_tally(const Job* job){
-#define VDS_CTX_TALLY(T) tally<T>(model, grid, *job)
-    VDS_CTX_JOB(VDS_CTX_TALLY)
-#undef VDS_CTX_TALLY
+VDS_API int64_t vds_ctx_tally(const Job* job) {
+  return with_width(
+      *job, [&](auto bits, const Model& model, const Grid& grid) { return tally<decltype(bits)>(model, grid, *job); });
 }
 
 // Reads what an index states of so many tiles, bytes << 1 | whether there are kMaxLanes states, and nothing else.
@@ -232,7 +234,6 @@ VDS_API int vds_ctx_read_index(const uint8_t* index, int64_t size, int64_t* stat
 // to positions and `after`, ascending. Returns how many changes, or a Refusal: `stated` does not add up to data_size, a
 // wanted tile is malformed or holds none, they are more than n, or `memory` is too small.
 VDS_API int64_t vds_ctx_decode(const Job* job) {
-#define VDS_CTX_DECODE(T) decode<T>(model, grid, *job)
-  VDS_CTX_JOB(VDS_CTX_DECODE)
-#undef VDS_CTX_DECODE
+  return with_width(
+      *job, [&](auto bits, const Model& model, const Grid& grid) { return decode<decltype(bits)>(model, grid, *job); });
 }
